@@ -310,7 +310,7 @@ def test_balanced_sizes_refuses_no_parts() -> None:
 
 def test_lookups_name_what_exists() -> None:
     layout = UnitLayout(8, (4, 3), family="ffn")
-    with pytest.raises(PlanLookupError, match="ffn: no replica .* degree 5; .* degrees are 4, 3"):
+    with pytest.raises(PlanLookupError, match=r"ffn: no replica .* degree 5; .* degrees are 4, 3"):
         layout.routes(5)
     with pytest.raises(PlanLookupError, match=r"ffn: TP rank 3 is outside 0\.\.2"):
         layout.compute_shard(3, 3)
