@@ -1,0 +1,65 @@
+"""The ``megatron-ntp`` command: a table of subcommands, each in a module of its own.
+
+A subcommand is a function that takes its own words and returns an exit status. It is imported only
+when called, so that commands without a model (plans, power) start without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from megatron_ntp import __version__
+
+
+class Command(NamedTuple):
+    """A subcommand: where its function is (``module:function``), and one line of help."""
+
+    target: str
+    help: str
+
+    def load(self) -> Callable[[Sequence[str]], int]:
+        """The function, imported now."""
+        module, _, name = self.target.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+COMMANDS: dict[str, Command] = {
+    "run": Command("megatron_ntp.launch:run", "run a training script, with --ntp or on CPU"),
+}
+
+
+def usage() -> str:
+    """The text of ``megatron-ntp --help``."""
+    width = max(len(name) for name in COMMANDS)
+    lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: megatron-ntp COMMAND ...",
+            "       megatron-ntp COMMAND --help",
+            "       megatron-ntp --version",
+            "",
+            "Nonuniform tensor parallelism for Megatron.",
+            "",
+            "commands:",
+            *lines,
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point: hand the words after the command to it; returns its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(f"megatron-ntp {__version__}")
+        return 0
+    command = COMMANDS.get(words[0])
+    if command is None:
+        print(f"megatron-ntp: no command {words[0]!r}\n\n{usage()}", file=sys.stderr)
+        return 2
+    return command.load()(words[1:])
