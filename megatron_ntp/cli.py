@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megatron_ntp import __version__
+from megatron_ntp.errors import PlanError
 
 
 class Command(NamedTuple):
@@ -62,4 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command is None:
         print(f"megatron-ntp: no command {words[0]!r}\n\n{usage()}", file=sys.stderr)
         return 2
-    return command.load()(words[1:])
+    try:
+        return command.load()(words[1:])
+    except PlanError as error:  # says all there is to say: a traceback would bury it
+        print(f"megatron-ntp {words[0]}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2

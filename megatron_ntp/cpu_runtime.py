@@ -81,7 +81,7 @@ _ENVIRONMENT: dict[str, str] = {
 }
 
 _ABSENT = object()
-_undo: list[Callable[[], None]] = []
+_undo: list[Callable[[], object]] = []
 _installed = False
 
 
@@ -403,7 +403,7 @@ class FusedAdam(torch.optim.Optimizer):
         self.adam_w_mode = adam_w_mode
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; a group without parameters counts nothing."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
@@ -425,7 +425,7 @@ class FusedAdam(torch.optim.Optimizer):
         scale1 = scale2 = 1.0
         if group["bias_correction"]:
             scale1, scale2 = 1.0 - beta1 ** group["step"], 1.0 - beta2 ** group["step"]
-        weight, grad = param.float(), param.grad.float()  # type: ignore[union-attr]
+        weight, grad = param.float(), param.grad.float()
         if group["weight_decay"] and not self.adam_w_mode:
             grad = grad + weight * group["weight_decay"]
         state["exp_avg"].mul_(beta1).add_(grad * (1.0 - beta1))
@@ -495,7 +495,7 @@ def _replace_environment() -> None:
         if name not in os.environ:
             os.environ[name] = value
             _undo.append(functools.partial(os.environ.pop, name, None))
-    dynamo = sys.modules.get("torch._dynamo.config")
+    dynamo: Any = sys.modules.get("torch._dynamo.config")
     if dynamo is not None and not dynamo.disable:
         dynamo.disable = True
         _undo.append(functools.partial(setattr, dynamo, "disable", False))
@@ -593,7 +593,7 @@ def install(force: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Put everything back; call it from the thread that installed. Does nothing if not installed."""
+    """Put everything back, from the thread that installed; does nothing if not installed."""
     global _installed
     _run_undo()
     _installed = False
