@@ -281,16 +281,15 @@ class UnitLayout:
 
     @cached_property
     def _routes(self) -> dict[int, tuple[Route, ...]]:
-        routes: dict[int, tuple[Route, ...]] = {}
-        for degree, shards in self._compute_pieces.items():
-            found = [
-                Route(piece.core_rank, tp_rank, piece)
-                for tp_rank, pieces in enumerate(shards)
-                if tp_rank >= self.sync_degree
-                for piece in pieces
-            ]
-            routes[degree] = tuple(sorted(found, key=lambda r: (r.core_rank, r.piece.index)))
-        return routes
+        # Extras take the tails in order of core rank, so extra by extra is core by core as well.
+        return {
+            degree: tuple(
+                Route(piece.core_rank, extra_rank, piece)
+                for extra_rank in range(self.sync_degree, degree)
+                for piece in shards[extra_rank]
+            )
+            for degree, shards in self._compute_pieces.items()
+        }
 
     def _require_degree(self, degree: int) -> None:
         if degree not in self.degrees:

@@ -221,6 +221,8 @@ def test_routes_cover_the_extra_shards_once_and_nothing_else(layout: UnitLayout)
     for degree in layout.degrees:
         routes = layout.routes(degree)
         moved: dict[int, list[Piece]] = {}
+        order = [(route.core_rank, route.piece.index) for route in routes]
+        assert order == sorted(order)
         for route in routes:
             assert route.core_rank == route.piece.core_rank < layout.sync_degree
             assert route.extra_rank == layout.owner(degree, route.piece) >= layout.sync_degree

@@ -146,7 +146,8 @@ def test_newer_version_says_which_this_reads() -> None:
     text = edited(lambda d: d.update(version=7, something_new=1))
     refused(PlanVersionError, "plan version 7 is newer than this megatron-ntp, which reads", text)
     refused(PlanVersionError, "reads version 1. Upgrade megatron-ntp on every node", text)
-    refused(PlanVersionError, "plan version 0 is not one", edited(lambda d: d.update(version=0)))
+    text = edited(lambda d: d.update(version=0, something_old=1))
+    refused(PlanVersionError, "plan version 0 is not one", text)
 
 
 @pytest.mark.parametrize(
