@@ -12,6 +12,8 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+from megatron_ntp import install_from_argv
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -48,6 +50,7 @@ def run(argv: Sequence[str]) -> int:
             parser.error(str(refusal))
         arguments += cpu_runtime.cpu_arguments()
     sys.argv = [options.script, *arguments]
+    install_from_argv()
     runpy.run_path(options.script, run_name="__main__")
     return 0
 

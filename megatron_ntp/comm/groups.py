@@ -1,0 +1,125 @@
+"""Process groups of unequal replicas, and the check-in before the first collective.
+
+Every rank creates every group, in one order (torch.distributed.new_group is collective over the
+job), and then keeps those it is a member of.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron_ntp.errors import NTPError
+
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The group of one kind that this rank belongs to, and its members as global ranks."""
+
+    group: dist.ProcessGroup
+    global_ranks: tuple[int, ...]
+
+
+def create_groups(
+    kinds: Mapping[str, Sequence[Sequence[int]]],
+    timeout: timedelta,
+    gloo_kinds: frozenset[str] = frozenset(),
+) -> dict[str, Membership]:
+    """Creates every group of every kind and returns this rank's membership per kind.
+
+    Called by all ranks of the job, with the same arguments. The groups of a kind are disjoint and
+    together hold every rank.
+
+    Args:
+        kinds: per kind, its groups as global ranks.
+        timeout: how long a collective of these groups may take.
+        gloo_kinds: kinds whose groups use gloo whatever the default backend is.
+    """
+    rank = dist.get_rank()
+    mine: dict[str, Membership] = {}
+    for kind, groups in kinds.items():
+        members = sorted(member for ranks in groups for member in ranks)
+        assert members == list(range(dist.get_world_size())), (
+            f"groups of kind '{kind}' must hold each of {dist.get_world_size()} ranks once: {groups}"
+        )
+        for ranks in groups:
+            group = dist.new_group(
+                list(ranks), timeout=timeout, backend="gloo" if kind in gloo_kinds else None
+            )
+            if rank in ranks:
+                mine[kind] = Membership(group, tuple(ranks))
+    return mine
+
+
+def check_in(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    entries: Sequence[tuple[str, str]],
+    timeout_s: float,
+) -> None:
+    """Waits until every rank came and holds the same plan; uses the store only, no collective.
+
+    Args:
+        store: the job's rendezvous store.
+        entries: what the plan consists of, as (name, value), in one order.
+
+    Raises:
+        NTPError: ranks missing after `timeout_s` (named), or with another plan (ranks and the first
+            entry that differs named).
+    """
+    keys = [f"ntp/check-in/{other}" for other in range(world_size)]
+    store.set(keys[rank], json.dumps([list(entry) for entry in entries]))
+    missing = _wait_for_keys(store, keys, timeout_s)
+    if missing:
+        raise NTPError(
+            f"rank {rank}: ranks {_list(missing)} of {world_size} did not start within "
+            f"{timeout_s:g} s. Look at their logs and nodes; if they are only slow to start, raise "
+            "--ntp-start-timeout"
+        )
+    differing = []
+    first = ""
+    mine = [tuple(entry) for entry in entries]
+    for other, key in enumerate(keys):
+        theirs = [tuple(entry) for entry in json.loads(store.get(key))]
+        if theirs != mine:
+            differing.append(other)
+            first = first or _first_difference(mine, theirs)
+    if differing:
+        raise NTPError(
+            f"rank {rank}: ranks {_list(differing)} were started with another plan than this rank; "
+            f"first difference: {first}. Start every rank with the same flags and plan file"
+        )
+
+
+def _wait_for_keys(store: dist.Store, keys: Sequence[str], timeout_s: float) -> list[int]:
+    """Indices of the keys that are not in the store when time is up."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        # One request for all of them in the usual case; keys are named only when time is up.
+        if store.check(list(keys)):
+            return []
+        if time.monotonic() > deadline:
+            return [index for index, key in enumerate(keys) if not store.check([key])]
+        time.sleep(_POLL_S)
+
+
+def _first_difference(mine: list[tuple[str, ...]], theirs: list[tuple[str, ...]]) -> str:
+    for (name, value), (other_name, other_value) in zip(mine, theirs, strict=False):
+        if name != other_name:
+            return f"entry '{name}' here, '{other_name}' there"
+        if value != other_value:
+            return f"{name} is {value} here, {other_value} there"
+    return f"{len(mine)} entries here, {len(theirs)} there"
+
+
+def _list(ranks: Sequence[int], most: int = 8) -> str:
+    shown = ", ".join(map(str, ranks[:most]))
+    return shown if len(ranks) <= most else f"{shown} and {len(ranks) - most} more"

@@ -1,0 +1,192 @@
+"""Every change that nonuniform TP makes to an installed Megatron, as data.
+
+Replacements are named by string, so that the catalog can be printed and checked without importing
+Megatron's training code first. Each takes the original as its first argument.
+"""
+
+from __future__ import annotations
+
+from megatron_ntp.patching.rows import Expected, Patch
+
+TESTED = ">=0.17,<0.20"
+
+_HERE = "megatron_ntp.integration"
+
+
+def _row(
+    target: str, replacement: str, reason: str, params: tuple[str, ...], exact: bool = False
+) -> Patch:
+    return Patch(
+        name=target.partition(":")[2],
+        target=target,
+        replacement=f"{_HERE}.{replacement}",
+        reason=reason,
+        versions=TESTED,
+        signature=(Expected(params, exact=exact),),
+    )
+
+
+ROWS: tuple[Patch, ...] = (
+    # Start-up
+    _row(
+        "megatron.training.arguments:add_megatron_arguments",
+        "arguments:add_megatron_arguments",
+        "adds the --ntp flags to Megatron's parser",
+        ("parser",),
+    ),
+    _row(
+        "megatron.training.arguments:validate_args",
+        "arguments:validate_args",
+        "validates a job whose world size is a sum over replicas",
+        ("args", "defaults"),
+    ),
+    _row(
+        "megatron.training.initialize:_initialize_distributed",
+        "startup:initialize_distributed",
+        "compares plans and names missing ranks before the first collective",
+        ("store",),
+    ),
+    _row(
+        "megatron.core.parallel_state:initialize_model_parallel",
+        "parallel_state:initialize_model_parallel",
+        "makes process groups for replicas of different TP degree",
+        ("create_gloo_process_groups", "distributed_timeout_minutes"),
+    ),
+    _row(
+        "megatron.core.parallel_state:destroy_model_parallel",
+        "parallel_state:destroy_model_parallel",
+        "resets the DP rank that extra ranks report",
+        (),
+    ),
+    # Model
+    _row(
+        "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
+        "model:gpt_model_init",
+        "builds each rank's model from its own sizes",
+        ("config", "transformer_layer_spec", "vocab_size", "parallel_output"),
+    ),
+    _row(
+        "megatron.core.tensor_parallel.layers:ColumnParallelLinear.__init__",
+        "tensor_parallel:column_init",
+        "splits an output size that TP does not divide",
+        ("output_size", "is_expert", "tp_group"),
+    ),
+    _row(
+        "megatron.core.tensor_parallel.layers:RowParallelLinear.__init__",
+        "tensor_parallel:row_init",
+        "splits an input size that TP does not divide",
+        ("input_size", "is_expert", "tp_group"),
+    ),
+    _row(
+        "megatron.core.tensor_parallel.layers:VocabParallelEmbedding.__init__",
+        "tensor_parallel:embedding_init",
+        "splits a vocabulary that TP does not divide",
+        ("num_embeddings", "tp_group"),
+    ),
+    _row(
+        "megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
+        "tensor_parallel:embedding_forward",
+        "looks up rows that are scattered over extra ranks",
+        ("input_",),
+        exact=True,
+    ),
+    _row(
+        "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy",
+        "tensor_parallel:vocab_parallel_cross_entropy",
+        "finds targets in uneven and scattered vocabulary shards",
+        ("vocab_parallel_logits", "target", "label_smoothing", "tp_group"),
+        exact=True,
+    ),
+    _row(
+        "megatron.core.tensor_parallel.utils:VocabUtility.vocab_range_from_per_partition_vocab_size",
+        "tensor_parallel:vocab_range_from_per_partition",
+        "gives the cross entropy the range of an uneven shard",
+        ("per_partition_vocab_size", "rank", "world_size"),
+    ),
+    *(
+        _row(
+            f"megatron.core.tensor_parallel.mappings:_{name}",
+            f"tensor_parallel:{name}",
+            "accepts parts of different size",
+            params,
+            exact=True,
+        )
+        for name, params in (
+            ("split_along_last_dim", ("input_", "group")),
+            ("split_along_first_dim", ("input_", "group")),
+            ("gather_along_last_dim", ("input_", "group")),
+            (
+                "gather_along_first_dim",
+                ("input_", "group", "output_split_sizes", "use_global_buffer"),
+            ),
+            ("reduce_scatter_along_last_dim", ("input_", "group")),
+            (
+                "reduce_scatter_along_first_dim",
+                ("input_", "group", "input_split_sizes", "use_global_buffer"),
+            ),
+        )
+    ),
+    # Gradients, optimizer
+    _row(
+        "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
+        "ddp:ddp_init",
+        "builds gradient buffers over sync parameters and reshards around DP sync",
+        ("config", "ddp_config", "module"),
+    ),
+    _row(
+        "megatron.core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads",
+        "finalize:allreduce_non_tensor_model_parallel_grads",
+        "partial gradients are summed over TP before DP sync instead of after",
+        ("model", "config", "tp_group"),
+    ),
+    _row(
+        "megatron.core.optimizer:get_megatron_optimizer",
+        "optimizer:get_megatron_optimizer",
+        "gives the optimizer sync parameters, and extra ranks none",
+        ("config", "model_chunks"),
+    ),
+    # Data
+    _row(
+        "megatron.training.datasets.data_samplers:build_pretraining_data_loader",
+        "batch:build_pretraining_data_loader",
+        "deals a global batch out in unequal shares",
+        ("dataset", "consumed_samples"),
+    ),
+    _row(
+        "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
+        "batch:get_forward_backward_func",
+        "runs this replica's own number of microbatches",
+        (),
+    ),
+    _row(
+        "megatron.training.training:train_step",
+        "batch:train_step",
+        "counts the samples of a shrunken batch",
+        ("forward_step_func", "data_iterator", "model", "optimizer"),
+    ),
+    # Checkpoints
+    _row(
+        "megatron.core.models.gpt.gpt_model:GPTModel.sharded_state_dict",
+        "checkpoint:gpt_sharded_state_dict",
+        "cuts checkpoints into sync shards with logical offsets",
+        ("prefix", "sharded_offsets", "metadata"),
+    ),
+    _row(
+        "megatron.training.checkpointing:save_checkpoint",
+        "checkpoint:save_checkpoint",
+        "saves RNG state for TP ranks that no replica has any more",
+        ("iteration", "model", "optimizer"),
+    ),
+    _row(
+        "megatron.training.checkpointing:load_checkpoint",
+        "checkpoint:load_checkpoint",
+        "gives extra ranks their parameters after a load",
+        ("ddp_model", "optimizer"),
+    ),
+    _row(
+        "megatron.training.checkpointing:get_rng_state",
+        "checkpoint:get_rng_state",
+        "keys RNG state by nominal TP rank",
+        ("ckpt_format",),
+    ),
+)

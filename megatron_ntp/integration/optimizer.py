@@ -1,0 +1,126 @@
+"""Megatron's optimizer over sync parameters, and its absence on extra ranks.
+
+`get_megatron_optimizer` runs while modules hold sync parameters, so parameter groups, weight decay
+and the distributed optimizer's shards are those of a TP = S model. Extra ranks show no parameters:
+Megatron then makes a stub without state, which takes every answer from the core ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ntp.integration import context
+from megatron_ntp.integration.checkpoint import check_optimizer_format
+from megatron_ntp.integration.ddp import NTPDistributedDataParallel, chunks_of
+from megatron_ntp.integration.parallel_state import CORE_REPLICA, CORE_WORLD, RESHARD
+
+_MISSING = -1.0
+"""Stands for None in the answers: norms and counts are never negative."""
+
+
+class SyncOrderOptimizer:
+    """Mixed into the class of Megatron's optimizer object, in front of it.
+
+    Whatever reads or writes parameters as flat shards runs while they are in sync order.
+    """
+
+    ntp: context.NTPContext
+    ntp_chunks: list[NTPDistributedDataParallel]
+
+    def step(self) -> tuple[bool, float | None, int | None]:
+        """One update. All ranks of a replica agree on its answers afterwards."""
+        for chunk in self.ntp_chunks:
+            chunk.ntp_params.begin_update()
+        own = None if self.ntp.is_extra else super().step()  # type: ignore[misc]
+        answers = self._share_answers(own)
+        for chunk in self.ntp_chunks:
+            config = chunk.ddp_config
+            if not (config.use_distributed_optimizer and config.overlap_param_gather):
+                chunk.ntp_params.finish()
+        return answers
+
+    def reload_model_params(self, *args: Any, **kwargs: Any) -> None:
+        with self._sync_order():
+            super().reload_model_params(*args, **kwargs)  # type: ignore[misc]
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        with self._sync_order():
+            super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        check_optimizer_format(kwargs.get("metadata"))
+        with self._sync_order():
+            return super().sharded_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    @contextmanager
+    def _sync_order(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for chunk in self.ntp_chunks:
+                stack.enter_context(chunk.ntp_params.sync_order())
+            yield
+
+    @torch.no_grad()
+    def _share_answers(
+        self, own: tuple[bool, float | None, int | None] | None
+    ) -> tuple[bool, float | None, int | None]:
+        """Core TP rank 0 tells the extra ranks of its replica what the step gave.
+
+        All ranks of a replica that has extra ranks call it, once per step.
+        """
+        topology = self.ntp.topology
+        if self.ntp.degree == topology.sync_degree:
+            assert own is not None
+            return own
+        scale = self.get_loss_scale()  # type: ignore[attr-defined]
+        answers = torch.zeros(4, dtype=torch.float64, device=scale.device)
+        if own is not None:
+            success, grad_norm, num_zeros = own
+            known = [_MISSING if x is None else float(x) for x in (grad_norm, num_zeros)]
+            answers.copy_(torch.tensor([float(success), *known, float(scale)]))
+        reshard = self.ntp.group(RESHARD)
+        dist.broadcast(answers, src=reshard.global_ranks[0], group=reshard.group)
+        if own is not None:
+            return own
+        success, grad_norm, num_zeros, new_scale = answers.tolist()
+        self._set_loss_scale(scale, new_scale)
+        return (
+            bool(success),
+            None if grad_norm == _MISSING else grad_norm,
+            None if num_zeros == _MISSING else int(num_zeros),
+        )
+
+    def _set_loss_scale(self, scale: Tensor, value: float) -> None:
+        """An extra rank sees no overflow of its own, so it follows the core ranks' loss scale."""
+        if float(scale) != value:
+            scale.fill_(value)
+
+
+def get_megatron_optimizer(
+    original: Callable[..., Any], config: Any, model_chunks: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Wraps `megatron.core.optimizer.get_megatron_optimizer`. All ranks of the job call it at once:
+    Megatron gathers parameter groups over the whole job."""
+    ntp = context.current()
+    if ntp is None or ntp.plan is None:
+        return original(config, model_chunks, *args, **kwargs)
+    chunks = chunks_of(model_chunks)
+    with ExitStack() as stack:
+        for chunk in chunks:
+            stack.enter_context(chunk.ntp_params.sync_order())
+            stack.enter_context(chunk.ntp_model.sync_view(hide_extra=True))
+        optimizer = original(config, model_chunks, *args, **kwargs)
+    kind = CORE_WORLD if chunks[0].ddp_config.use_distributed_optimizer else CORE_REPLICA
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        # Norms and overflow: every sync shard once, and the same sum in every replica.
+        part.grad_stats_parallel_group = ntp.group(kind).group
+    cls = type(optimizer)
+    optimizer.__class__ = type(f"NTP{cls.__name__}", (SyncOrderOptimizer, cls), {})
+    optimizer.ntp = ntp
+    optimizer.ntp_chunks = chunks
+    return optimizer

@@ -1,0 +1,159 @@
+"""Megatron flags that nonuniform TP refuses, by name, before anything starts.
+
+A flag is refused while it is not known to be exact. The list names features; what a model is made of
+is checked again, parameter by parameter, when it is built (integration.model).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One argument of Megatron and the values that are refused.
+
+    `hits(value)` decides. An argument that the installed Megatron lacks is skipped.
+    """
+
+    argument: str
+    hits: Callable[[Any], bool]
+    why: str
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.argument.replace("_", "-")
+
+
+def _on(value: Any) -> bool:
+    return bool(value)
+
+
+def _above_one(value: Any) -> bool:
+    return isinstance(value, int) and value > 1
+
+
+def _not_in(*allowed: Any) -> Callable[[Any], bool]:
+    return lambda value: value not in allowed
+
+
+_LATER = "pipeline, context and sequence parallelism are not supported with --ntp yet"
+_LAYOUT = "its parameters are not cut by nonuniform TP"
+_GROUPS = "it needs process groups that a nonuniform job does not have"
+_BUFFERS = "it changes the gradient or parameter buffers that NTP reshards"
+_UNTESTED = "it is not known to be exact with --ntp"
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal("pipeline_model_parallel_size", _above_one, _LATER),
+    Refusal("virtual_pipeline_model_parallel_size", _above_one, _LATER),
+    Refusal("context_parallel_size", _above_one, _LATER),
+    Refusal("sequence_parallel", _on, _LATER),
+    Refusal("hybrid_context_parallel", _on, _LATER),
+    Refusal("num_experts", _on, "MoE layers are not supported with --ntp yet"),
+    Refusal("expert_model_parallel_size", _above_one, "MoE layers are not supported yet"),
+    Refusal("multi_latent_attention", _on, _LAYOUT),
+    Refusal("experimental_attention_variant", _on, _LAYOUT),
+    Refusal("attention_output_gate", _on, _LAYOUT),
+    Refusal("softmax_type", _not_in(None, "vanilla"), _LAYOUT),
+    Refusal("mtp_num_layers", _on, _LAYOUT),
+    Refusal("hybrid_layer_pattern", _on, "Mamba and hybrid models are not supported yet"),
+    Refusal("hybrid_override_pattern", _on, "Mamba and hybrid models are not supported yet"),
+    Refusal("is_hybrid_model", _on, "Mamba and hybrid models are not supported yet"),
+    Refusal("spec", _on, "a custom layer spec may hold parameters that NTP cannot cut"),
+    Refusal("heterogeneous_layers_config_path", _on, _LAYOUT),
+    Refusal("heterogeneous_layers_config_encoded_json", _on, _LAYOUT),
+    Refusal("optimizer", _not_in("adam", "sgd"), "it is not element-wise or not tested"),
+    Refusal("use_precision_aware_optimizer", _on, _BUFFERS),
+    Refusal("optimizer_cpu_offload", _on, _BUFFERS),
+    Refusal("overlap_param_gather_with_optimizer_step", _on, _BUFFERS),
+    Refusal("num_distributed_optimizer_instances", _above_one, _GROUPS),
+    Refusal("fp8", _on, "fp8 scales are kept per tensor-parallel rank"),
+    Refusal("fp4", _on, "fp4 scales are kept per tensor-parallel rank"),
+    Refusal("fp8_param_gather", _on, _BUFFERS),
+    Refusal("use_megatron_fsdp", _on, _BUFFERS),
+    Refusal("use_custom_fsdp", _on, _BUFFERS),
+    Refusal("use_torch_fsdp2", _on, _BUFFERS),
+    Refusal("nccl_ub", _on, _BUFFERS),
+    Refusal("reduce_scatter_with_fp32_accumulation", _on, _UNTESTED),
+    Refusal("gtp_weight_remat_size", _above_one, _GROUPS),
+    Refusal("use_sharp", _on, _GROUPS),
+    Refusal("nccl_communicator_config_path", _on, _GROUPS),
+    Refusal("high_priority_stream_groups", _on, _GROUPS),
+    Refusal("create_all_gather_group", _on, _GROUPS),
+    Refusal("use_tp_pp_dp_mapping", _on, _GROUPS),
+    Refusal("lazy_mpu_init", _on, _GROUPS),
+    Refusal("fake_process_group", _on, _GROUPS),
+    Refusal("inprocess_restart", _on, "use NTP's own restart instead"),
+    Refusal("yaml_cfg", _on, "NTP reads Megatron's command line only"),
+    Refusal("cross_entropy_loss_fusion", _on, "the fused loss assumes equal vocabulary shards"),
+    Refusal("tp_comm_overlap", _on, "its buffers assume equal shards"),
+    Refusal("enable_cuda_graph", _on, _UNTESTED),
+    Refusal("external_cuda_graph", _on, _UNTESTED),
+    Refusal("cuda_graph_impl", _not_in(None, "none"), _UNTESTED),
+    Refusal("use_cpu_initialization", _on, "it cuts the initial weights into equal shards"),
+    Refusal("init_model_with_meta_device", _on, _UNTESTED),
+    Refusal("defer_embedding_wgrad_compute", _on, _UNTESTED),
+    Refusal("delay_wgrad_compute", _on, _UNTESTED),
+    Refusal("use_mup", _on, _UNTESTED),
+    Refusal("qk_clip", _on, _UNTESTED),
+    Refusal("log_max_attention_logit", _on, _UNTESTED),
+    Refusal("log_params_norm", _on, "it sums over compute shards, which differ per replica"),
+    Refusal(
+        "check_weight_hash_across_dp_replicas_interval",
+        _on,
+        "replicas of different degree hold different shards",
+    ),
+    Refusal("data_parallel_random_init", _on, "replicas start from one set of weights"),
+    Refusal("ckpt_format", _not_in(None, "torch_dist"), "only torch_dist can be cut differently"),
+    Refusal("ckpt_fully_parallel_load", _on, "extra ranks are alone in their DP group and hang"),
+    Refusal("non_persistent_ckpt_type", _on, "local checkpoints cannot be cut differently"),
+    Refusal("ckpt_convert_format", _on, _UNTESTED),
+    Refusal("full_validation", _on, _UNTESTED),
+    Refusal("skip_train", _on, "there is nothing to train"),
+    Refusal("perform_rl_step", _on, _UNTESTED),
+    Refusal("dataloader_type", _not_in(None, "single"), "its order of samples is not covered"),
+    Refusal("save_wgrads_interval", _on, _UNTESTED),
+)
+
+
+class UnsupportedFlagError(ValueError):
+    """A flag of Megatron cannot be combined with --ntp."""
+
+
+def refuse_unsupported(args: argparse.Namespace) -> None:
+    """Raises with every flag of `args` that NTP refuses, its value and the reason."""
+    found = [
+        f"  {row.flag} {getattr(args, row.argument)}: {row.why}"
+        for row in REFUSALS
+        if hasattr(args, row.argument) and row.hits(getattr(args, row.argument))
+    ]
+    found += _combinations(args)
+    if found:
+        raise UnsupportedFlagError(
+            "these flags cannot be combined with --ntp; remove them or run without --ntp:\n"
+            + "\n".join(found)
+        )
+
+
+def _combinations(args: argparse.Namespace) -> list[str]:
+    """Flags that are refused only together."""
+    found = []
+    if (
+        args.save
+        and args.use_distributed_optimizer
+        and not getattr(args, "dist_ckpt_optim_fully_reshardable", False)
+        and not args.no_save_optim
+    ):
+        found.append(
+            "  --save with --use-distributed-optimizer: the default optimizer format cannot be read "
+            "at another TP degree; add --dist-ckpt-optim-fully-reshardable"
+        )
+    if args.ntp_batch_policy != "keep":
+        if args.rampup_batch_size:
+            found.append("  --rampup-batch-size with --ntp-batch-policy other than keep")
+        if args.ntp_batch_policy == "shrink" and args.train_samples:
+            found.append("  --train-samples with --ntp-batch-policy shrink: use --train-iters")
+    return found

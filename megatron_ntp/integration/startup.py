@@ -1,0 +1,92 @@
+"""The last step before the first collective: the full plan, and a check-in of all ranks.
+
+The plan needs the padded vocabulary, so it is made after the tokenizer and before
+`torch.distributed` is initialized. Ranks meet in the rendezvous store first: whoever is missing, or
+holds another plan, is named there instead of in a collective that hangs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from megatron.training import get_args
+
+from megatron_ntp.comm.groups import check_in
+from megatron_ntp.errors import NTPError
+from megatron_ntp.integration import context
+from megatron_ntp.plan.model import ModelDims
+from megatron_ntp.plan.plan import Plan
+
+
+def model_dims(args: argparse.Namespace) -> ModelDims:
+    """Logical sizes of the model that Megatron's arguments describe."""
+    heads = args.num_attention_heads
+    return ModelDims(
+        num_attention_heads=heads,
+        num_query_groups=args.num_query_groups if args.group_query_attention else heads,
+        kv_channels=args.kv_channels,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        padded_vocab_size=args.padded_vocab_size,
+        num_layers=args.num_layers,
+    )
+
+
+def complete_plan(ntp: context.NTPContext, args: argparse.Namespace) -> Plan:
+    """The plan of this run: the given file checked against the model, or one made for it."""
+    dims = model_dims(args)
+    if ntp.plan is not None:
+        ntp.plan.check_model(dims)
+        return ntp.plan
+    return Plan(topology=ntp.topology, model=dims, policy=ntp.settings.ntp_batch_policy)
+
+
+def initialize_distributed(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Wraps `megatron.training.initialize._initialize_distributed`."""
+    ntp = context.current()
+    if ntp is None:
+        original(*args, **kwargs)
+        return
+    megatron_args = get_args()
+    ntp.plan = complete_plan(ntp, megatron_args)
+    num_microbatches = megatron_args.global_batch_size // (
+        megatron_args.micro_batch_size * ntp.topology.num_replicas
+    )
+    ntp.batch = ntp.plan.batch(num_microbatches)
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    if not dist.is_initialized():
+        store = bound.arguments.get("store")
+        if store is None:
+            store = _rendezvous(ntp, megatron_args.world_size)
+            bound.arguments["store"] = store
+        check_in(
+            store,
+            ntp.global_rank,
+            megatron_args.world_size,
+            ntp.plan.digest_entries(),
+            ntp.settings.ntp_start_timeout,
+        )
+    if ntp.global_rank == 0:
+        print(f"nonuniform TP plan:\n{ntp.plan.table()}", flush=True)
+    original(*bound.args, **bound.kwargs)
+
+
+def _rendezvous(ntp: context.NTPContext, world_size: int) -> dist.Store:
+    """The store that `init_process_group` would make from MASTER_ADDR and MASTER_PORT."""
+    timeout = timedelta(seconds=ntp.settings.ntp_start_timeout)
+    try:
+        store, _, _ = next(
+            dist.rendezvous("env://", ntp.global_rank, world_size, timeout=timeout)
+        )
+    except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
+        raise NTPError(
+            f"rank {ntp.global_rank}: the rendezvous store (MASTER_ADDR, MASTER_PORT; rank 0 holds "
+            f"it) did not answer within {ntp.settings.ntp_start_timeout:g} s: {error}. Look at rank "
+            "0's log and node"
+        ) from error
+    return dist.PrefixStore("default_pg", store)
