@@ -13,14 +13,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megatron_ntp.device.files import read_regular, write_atomic
 
 DEFAULT_EXPONENT = 0.5
 MIN_EXPONENT, MAX_EXPONENT = 0.1, 1.0
+MIN_SAMPLES = 4
 MIN_SPREAD = 1.05  # highest over lowest limit among the samples of a fit
 MAX_SAMPLES = 256
 
@@ -35,6 +35,8 @@ class PowerSample:
 
 @dataclass(frozen=True)
 class PowerCurve:
+    """Throughput of one kind of board as a function of its power limit."""
+
     exponent: float = DEFAULT_EXPONENT
     num_samples: int = 0
 
@@ -47,7 +49,7 @@ class PowerCurve:
 
     def gap_at(self, gap: float, from_mw: float, to_mw: float) -> float:
         """What is left of a gap that was measured under `from_mw`. Never negative."""
-        return max(0.0, 1 - 1 / ((1 - gap) * self.speedup(from_mw, to_mw)) ** -1)
+        return max(0.0, 1 - (1 - gap) * self.speedup(from_mw, to_mw))
 
 
 def reduction_gap(full_degree: int, degree: int) -> float:
@@ -55,12 +57,12 @@ def reduction_gap(full_degree: int, degree: int) -> float:
     return 1 - degree / full_degree
 
 
-def fit_curve(samples: Sequence[PowerSample], prior: float = DEFAULT_EXPONENT) -> PowerCurve:
-    """Least squares of log pace over log limit."""
+def fit_curve(samples: Sequence[PowerSample]) -> PowerCurve | None:
+    """Least squares of log pace over log limit; None where the limits hardly differ."""
     usable = [sample for sample in samples if sample.limit_mw > 0 and sample.pace > 0]
     limits = [sample.limit_mw for sample in usable]
-    if len(usable) < 3 or max(limits) < MIN_SPREAD * min(limits):
-        return PowerCurve(prior, len(usable))
+    if len(usable) < MIN_SAMPLES or max(limits) < MIN_SPREAD * min(limits):
+        return None
     xs = [math.log(sample.limit_mw) for sample in usable]
     ys = [math.log(sample.pace) for sample in usable]
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
@@ -71,32 +73,47 @@ def fit_curve(samples: Sequence[PowerSample], prior: float = DEFAULT_EXPONENT) -
 
 @dataclass
 class ModelFile:
-    """Samples per board and job, on disk between runs. Paces of two jobs do not compare, so each
-    fit is within one job, and a board's curve is that of its newest fit."""
+    """The newest fit of each board with the samples behind it, on disk between runs.
+
+    Samples of two jobs are never fitted together: their paces do not compare.
+    """
 
     path: Path
     curves: dict[str, PowerCurve] = field(default_factory=dict)
+    samples: dict[str, tuple[PowerSample, ...]] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path) -> ModelFile:
         text = read_regular(path)
-        if text is None:
-            return cls(path)
+        model = cls(path)
         try:
-            curves = {
-                board: PowerCurve(float(entry["exponent"]), int(entry["num_samples"]))
-                for board, entry in json.loads(text)["boards"].items()
-            }
+            for board, entry in (json.loads(text)["boards"] if text else {}).items():
+                samples = tuple(PowerSample(int(mw), float(p)) for mw, p in entry["samples"])
+                curve = PowerCurve(float(entry["exponent"]), len(samples))
+                if not MIN_EXPONENT <= curve.exponent <= MAX_EXPONENT:
+                    raise ValueError(f"exponent {curve.exponent} of {board!r}")
+                model.curves[board], model.samples[board] = curve, samples
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"power model {path} is damaged ({error!r}); delete it") from error
-        bad = {b: c for b, c in curves.items() if not MIN_EXPONENT <= c.exponent <= MAX_EXPONENT}
-        if bad:
-            raise ValueError(f"power model {path}: exponents out of range: {bad}; delete it")
-        return cls(path, curves)
+        return model
 
     def curve(self, board: str) -> PowerCurve:
         return self.curves.get(board, PowerCurve())
 
+    def learn(self, board: str, samples: Sequence[PowerSample]) -> PowerCurve:
+        """Takes over a fit of one job's samples, where they suffice for one."""
+        recent = tuple(samples[-MAX_SAMPLES:])
+        fitted = fit_curve(recent)
+        if fitted is not None:
+            self.curves[board], self.samples[board] = fitted, recent
+        return self.curve(board)
+
     def save(self) -> None:
-        boards: dict[str, Any] = {board: asdict(curve) for board, curve in self.curves.items()}
+        boards = {
+            board: {
+                "exponent": curve.exponent,
+                "samples": [[s.limit_mw, s.pace] for s in self.samples.get(board, ())],
+            }
+            for board, curve in self.curves.items()
+        }
         write_atomic(self.path, json.dumps({"boards": boards}, indent=2) + "\n")

@@ -33,6 +33,8 @@ class VisibleGpu:
 
 @dataclass(frozen=True)
 class VisibleGpus:
+    """What CUDA shows to a process, in its order."""
+
     gpus: tuple[VisibleGpu, ...]
     ignored: tuple[str, ...] = ()  # from the first entry on that is no device
 
@@ -42,6 +44,7 @@ class VisibleGpus:
 
 
 def is_gpu_uuid(text: str) -> bool:
+    """Whether a text is the UUID of a whole GPU, and nothing that could lead out of a folder."""
     return _GPU_UUID.fullmatch(text) is not None
 
 

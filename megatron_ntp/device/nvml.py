@@ -15,16 +15,16 @@ import enum
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-import pynvml  # type: ignore[import-untyped]
+import pynvml
 
 from megatron_ntp.device.errors import DeviceError, Fault
 
-_T = TypeVar("_T")
-
 
 class PowerScope(enum.StrEnum):
+    """What a limit applies to."""
+
     GPU = "gpu"
     MODULE = "module"
 
@@ -104,6 +104,8 @@ class HealthFacts:
 
 @dataclass(frozen=True)
 class XidEvent:
+    """One error that the driver reported for a GPU, under NVIDIA's number for it."""
+
     uuid: str
     xid: int
 
@@ -236,8 +238,10 @@ class Nvml:
         return self.limits(uuid, scope)
 
     def lock_clocks(self, uuid: str, min_mhz: int, max_mhz: int) -> None:
-        """Not used by the power boost: NVML cannot tell which clocks were locked before, so they
-        could not be left as found."""
+        """Not used by the power boost, which could not leave locked clocks as found.
+
+        NVML sets and resets locked clocks, and has no call that tells which are locked.
+        """
         handle = self._handle(uuid)
         with _nvml_call(f"lock clocks to {min_mhz}-{max_mhz} MHz", uuid):
             pynvml.nvmlDeviceSetGpuLockedClocks(handle, min_mhz, max_mhz)
@@ -316,7 +320,7 @@ class Nvml:
         return tuple(found)
 
 
-def _if_supported(read: Callable[[], _T]) -> _T | None:
+def _if_supported[T](read: Callable[[], T]) -> T | None:
     try:
         return read()
     except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound):

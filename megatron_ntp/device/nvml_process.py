@@ -184,9 +184,9 @@ def wait_until_settled(layer: Any, timeout_s: float) -> bool:
 
 
 def reading_from_json(found: dict[str, Any]) -> GpuReading:
+    """The reading that `asdict` and JSON took apart."""
     return GpuReading(
-        **found
-        | {"limits": PowerLimits(**found["limits"]), "reasons": tuple(found["reasons"])}
+        **found | {"limits": PowerLimits(**found["limits"]), "reasons": tuple(found["reasons"])}
     )
 
 

@@ -9,22 +9,23 @@ Every key may be missing: what NVML says of the board, and n x nominal per domai
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import stat
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
 from megatron_ntp.device.nvml import PowerScope
 
-_T = TypeVar("_T")
-
 
 @dataclass(frozen=True)
 class GpuPower:
+    """Limits of one GPU."""
+
     nominal_w: float | None = None
     """The limit under which healthy GPUs of a job run."""
     min_w: float | None = None
@@ -37,6 +38,8 @@ class GpuPower:
 
 @dataclass(frozen=True)
 class DomainPower:
+    """What the GPUs of one scale-up domain share."""
+
     num_gpus: int | None = None
     """GPUs of one scale-up domain. A job that has fewer of them gets its share of the budget."""
     budget_w: float | None = None
@@ -45,6 +48,8 @@ class DomainPower:
 
 @dataclass(frozen=True)
 class RackPower:
+    """What the domains behind one feed share."""
+
     num_domains: int | None = None
     """Domains behind one feed. Those that are not the job's are counted at num_gpus x nominal."""
     budget_w: float | None = None
@@ -61,6 +66,8 @@ class RackPower:
 
 @dataclass(frozen=True)
 class SitePower:
+    """All that a site states, checked for contradictions."""
+
     gpu: GpuPower = GpuPower()
     domain: DomainPower = DomainPower()
     rack: RackPower = RackPower()
@@ -68,8 +75,11 @@ class SitePower:
 
 
 def load_site(path: Path, must_be_roots: bool = False) -> SitePower:
-    """Reads and checks a site file. `must_be_roots`: a helper with privileges must not take its
-    bounds from a file that others can write."""
+    """Reads and checks a site file.
+
+    `must_be_roots`: a helper with privileges must not take its bounds from a file that others
+    can write.
+    """
     if must_be_roots:
         _check_owner(path)
     try:
@@ -80,6 +90,7 @@ def load_site(path: Path, must_be_roots: bool = False) -> SitePower:
 
 
 def parse_site(found: Any, where: str) -> SitePower:
+    """Checks what a YAML parser made of a site file."""
     parts = _mapping(found, where, ("gpu", "domain", "rack", "scope"))
     scope = parts.get("scope", PowerScope.GPU.value)
     if scope not in [entry.value for entry in PowerScope]:
@@ -107,7 +118,7 @@ def _mapping(found: Any, where: str, known: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-def _numbers(kind: type[_T], found: Any, where: str) -> _T:
+def _numbers[T](kind: type[T], found: Any, where: str) -> T:
     values = _mapping(found, where, _names(kind))
     for name, value in values.items():
         if name == "host_pattern":
@@ -138,9 +149,11 @@ def _check_consistent(site: SitePower, where: str) -> None:
     gpu, domain, rack = site.gpu, site.domain, site.rack
     order = [(name, getattr(gpu, name)) for name in ("min_w", "nominal_w", "max_w")]
     stated = [(name, value) for name, value in order if value is not None]
-    for (low_name, low), (high_name, high) in zip(stated, stated[1:], strict=False):
+    for (low_name, low), (high_name, high) in itertools.pairwise(stated):
         if low > high:
             raise ValueError(f"{where}: gpu.{low_name} {low:g} is above gpu.{high_name} {high:g}")
+    if gpu.nominal_w is not None and gpu.dead_w > gpu.nominal_w:
+        raise ValueError(f"{where}: gpu.dead_w {gpu.dead_w:g} is above nominal_w {gpu.nominal_w:g}")
     if domain.budget_w is not None and domain.num_gpus is None:
         raise ValueError(f"{where}: domain.budget_w needs domain.num_gpus")
     if rack.budget_w is not None and (rack.num_domains is None or domain.num_gpus is None):
@@ -153,13 +166,12 @@ def _check_consistent(site: SitePower, where: str) -> None:
             f"{where}: domain.budget_w {domain.budget_w:g} is less than num_gpus x nominal_w = "
             f"{domain_w:g}, so a healthy domain would be over budget"
         )
-    if rack.budget_w is not None and rack.num_domains is not None:
-        if rack.budget_w < rack.num_domains * domain_w:
-            raise ValueError(
-                f"{where}: rack.budget_w {rack.budget_w:g} is less than num_domains x num_gpus x "
-                f"nominal_w = {rack.num_domains * domain_w:g}, so a healthy rack would be over "
-                "budget"
-            )
+    rack_w = (rack.num_domains or 0) * domain_w
+    if rack.budget_w is not None and rack.budget_w < rack_w:
+        raise ValueError(
+            f"{where}: rack.budget_w {rack.budget_w:g} is less than num_domains x num_gpus x "
+            f"nominal_w = {rack_w:g}, so a healthy rack would be over budget"
+        )
 
 
 def _check_owner(path: Path) -> None:

@@ -28,8 +28,10 @@ def module_command(module: str, arguments: Sequence[str] = ()) -> list[str]:
 
 
 def start(command: Sequence[str], stdin: socket.socket) -> subprocess.Popen[bytes]:
-    """Starts a command in a session of its own, so that signals sent to the caller's process group
-    (as torchrun and shells do) do not reach it."""
+    """Starts a command in a session of its own.
+
+    Signals sent to the caller's process group, as torchrun and shells do, do not reach it.
+    """
     env = dict(os.environ)
     paths = [str(PACKAGE_ROOT), *filter(None, [env.get("PYTHONPATH")])]
     env["PYTHONPATH"] = os.pathsep.join(paths)
