@@ -85,24 +85,6 @@ def _load_file(name: str, path: str) -> ModuleType:
     return module
 
 
-def _meet_in_store(port: int, rank: int, world_size: int) -> None:
-    """Make ``init_process_group`` use the job's store, since no port is known beforehand."""
-    import torch.distributed as dist
-
-    original = dist.init_process_group
-
-    @functools.wraps(original)
-    def init_process_group(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("store") is None and kwargs.get("init_method") is None:
-            kwargs["store"] = dist.TCPStore(ADDRESS, port, is_master=False)
-            kwargs.setdefault("rank", rank)
-            kwargs.setdefault("world_size", world_size)
-        return original(*args, **kwargs)
-
-    dist.init_process_group = init_process_group
-    dist.distributed_c10d.init_process_group = init_process_group
-
-
 def _redirect(path: str, stream: Any, descriptor: int) -> None:
     stream.flush()
     target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -125,10 +107,10 @@ def _rank_main(job: dict[str, Any], rank: int, port: int) -> NoReturn:
         LOCAL_WORLD_SIZE=str(job["world_size"]),
         MASTER_ADDR=ADDRESS,
         MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # as under torchrun: the store is not a rank's own
     )
     status = 1
     try:
-        _meet_in_store(port, rank, job["world_size"])
         result = load_function(job["function"])(**job["arguments"])
         with open(os.path.join(folder, f"{rank}.result"), "wb") as file:
             pickle.dump(result, file)
