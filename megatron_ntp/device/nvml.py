@@ -77,6 +77,7 @@ class GpuReading:
     """One look at a running GPU. None: this board does not say."""
 
     uuid: str
+    name: str
     limits: PowerLimits
     draw_mw: int | None
     clock_mhz: int | None
@@ -257,6 +258,7 @@ class Nvml:
         with _nvml_call("reading", uuid):
             return GpuReading(
                 uuid=uuid,
+                name=str(pynvml.nvmlDeviceGetName(handle)),
                 limits=limits,
                 draw_mw=_if_supported(lambda: int(pynvml.nvmlDeviceGetPowerUsage(handle))),
                 clock_mhz=_if_supported(lambda: int(pynvml.nvmlDeviceGetClockInfo(handle, sm))),

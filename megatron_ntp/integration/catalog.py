@@ -145,6 +145,12 @@ ROWS: tuple[Patch, ...] = (
         "gives the optimizer sync parameters, and extra ranks none",
         ("config", "model_chunks"),
     ),
+    _row(
+        "megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups",
+        "optimizer:optimizer_of_param_groups",
+        "makes Megatron's stub optimizer on extra ranks",
+        ("config", "model_chunks", "param_groups"),
+    ),
     # Data
     _row(
         "megatron.training.datasets.data_samplers:build_pretraining_data_loader",

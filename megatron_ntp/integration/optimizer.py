@@ -1,18 +1,21 @@
 """Megatron's optimizer over sync parameters, and its absence on extra ranks.
 
 `get_megatron_optimizer` runs while modules hold sync parameters, so parameter groups, weight decay
-and the distributed optimizer's shards are those of a TP = S model. Extra ranks show no parameters:
-Megatron then makes a stub without state, which takes every answer from the core ranks.
+and the distributed optimizer's shards are those of a TP = S model. Extra ranks give it no parameter
+groups: Megatron then makes its stub optimizer, without state, and the stub takes every answer from
+the core ranks.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from megatron_ntp.integration import context
@@ -24,8 +27,8 @@ _MISSING = -1.0
 """Stands for None in the answers: norms and counts are never negative."""
 
 
-class SyncOrderOptimizer:
-    """Mixed into the class of Megatron's optimizer object, in front of it.
+class NTPOptimizer(ChainedOptimizer):  # type: ignore[misc]
+    """What Megatron's optimizer object becomes under nonuniform TP.
 
     Whatever reads or writes parameters as flat shards runs while they are in sync order.
     """
@@ -37,7 +40,7 @@ class SyncOrderOptimizer:
         """One update. All ranks of a replica agree on its answers afterwards."""
         for chunk in self.ntp_chunks:
             chunk.ntp_params.begin_update()
-        own = None if self.ntp.is_extra else super().step()  # type: ignore[misc]
+        own = None if self.ntp.is_extra else super().step()
         answers = self._share_answers(own)
         for chunk in self.ntp_chunks:
             config = chunk.ddp_config
@@ -47,16 +50,16 @@ class SyncOrderOptimizer:
 
     def reload_model_params(self, *args: Any, **kwargs: Any) -> None:
         with self._sync_order():
-            super().reload_model_params(*args, **kwargs)  # type: ignore[misc]
+            super().reload_model_params(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         with self._sync_order():
-            super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+            super().load_state_dict(*args, **kwargs)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         check_optimizer_format(kwargs.get("metadata"))
         with self._sync_order():
-            return super().sharded_state_dict(*args, **kwargs)  # type: ignore[misc]
+            return super().sharded_state_dict(*args, **kwargs)
 
     @contextmanager
     def _sync_order(self) -> Iterator[None]:
@@ -77,7 +80,7 @@ class SyncOrderOptimizer:
         if self.ntp.degree == topology.sync_degree:
             assert own is not None
             return own
-        scale = self.get_loss_scale()  # type: ignore[attr-defined]
+        scale = self.get_loss_scale()
         answers = torch.zeros(4, dtype=torch.float64, device=scale.device)
         if own is not None:
             success, grad_norm, num_zeros = own
@@ -113,14 +116,24 @@ def get_megatron_optimizer(
     with ExitStack() as stack:
         for chunk in chunks:
             stack.enter_context(chunk.ntp_params.sync_order())
-            stack.enter_context(chunk.ntp_model.sync_view(hide_extra=True))
+            stack.enter_context(chunk.ntp_model.sync_view())
         optimizer = original(config, model_chunks, *args, **kwargs)
     kind = CORE_WORLD if chunks[0].ddp_config.use_distributed_optimizer else CORE_REPLICA
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    assert type(optimizer) is ChainedOptimizer, f"Megatron made a {type(optimizer).__name__}"
+    for part in optimizer.chained_optimizers:
         # Norms and overflow: every sync shard once, and the same sum in every replica.
         part.grad_stats_parallel_group = ntp.group(kind).group
-    cls = type(optimizer)
-    optimizer.__class__ = type(f"NTP{cls.__name__}", (SyncOrderOptimizer, cls), {})
+    optimizer.__class__ = NTPOptimizer
     optimizer.ntp = ntp
     optimizer.ntp_chunks = chunks
     return optimizer
+
+
+def optimizer_of_param_groups(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Wraps `_get_megatron_optimizer_based_on_param_groups`: no groups, no state on extra ranks."""
+    ntp = context.current()
+    if ntp is None or ntp.plan is None or not ntp.is_extra:
+        return original(*args, **kwargs)
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.arguments["param_groups"] = []
+    return original(*bound.args, **bound.kwargs)

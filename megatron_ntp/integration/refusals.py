@@ -151,7 +151,7 @@ def _combinations(args: argparse.Namespace) -> list[str]:
             "  --save with --use-distributed-optimizer: the default optimizer format cannot be read "
             "at another TP degree; add --dist-ckpt-optim-fully-reshardable"
         )
-    if args.ntp_batch_policy != "keep":
+    if args.ntp_batch_policy not in (None, "keep"):
         if args.rampup_batch_size:
             found.append("  --rampup-batch-size with --ntp-batch-policy other than keep")
         if args.ntp_batch_policy == "shrink" and args.train_samples:

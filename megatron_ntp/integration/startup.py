@@ -17,8 +17,9 @@ import torch.distributed as dist
 from megatron.training import get_args
 
 from megatron_ntp.comm.groups import check_in
-from megatron_ntp.errors import NTPError
+from megatron_ntp.errors import NTPError, PlanBatchError
 from megatron_ntp.integration import context
+from megatron_ntp.plan.batch import BatchPolicy
 from megatron_ntp.plan.model import ModelDims
 from megatron_ntp.plan.plan import Plan
 
@@ -34,16 +35,23 @@ def model_dims(args: argparse.Namespace) -> ModelDims:
         ffn_hidden_size=args.ffn_hidden_size,
         padded_vocab_size=args.padded_vocab_size,
         num_layers=args.num_layers,
+        mlp_matrices=3 if args.swiglu else 2,
     )
 
 
 def complete_plan(ntp: context.NTPContext, args: argparse.Namespace) -> Plan:
     """The plan of this run: the given file checked against the model, or one made for it."""
     dims = model_dims(args)
-    if ntp.plan is not None:
-        ntp.plan.check_model(dims)
-        return ntp.plan
-    return Plan(topology=ntp.topology, model=dims, policy=ntp.settings.ntp_batch_policy)
+    policy = ntp.settings.ntp_batch_policy
+    if ntp.plan is None:
+        return Plan(ntp.topology, dims, policy or BatchPolicy.KEEP.value)
+    ntp.plan.check_model(dims)
+    if policy not in (None, ntp.plan.batch_policy):
+        raise PlanBatchError(
+            f"--ntp-batch-policy {policy} disagrees with plan {ntp.settings.ntp_plan}, which says "
+            f"{ntp.plan.batch_policy}. Give one of the two"
+        )
+    return ntp.plan
 
 
 def initialize_distributed(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:

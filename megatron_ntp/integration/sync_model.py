@@ -170,23 +170,18 @@ class SyncModel:
             sp.attach_storage()
 
     @contextmanager
-    def sync_view(self, hide_extra: bool = False) -> Iterator[None]:
+    def sync_view(self) -> Iterator[None]:
         """Modules hold sync parameters in place of compute parameters.
 
-        For code that collects parameters (DDP, optimizer), never for compute. With `hide_extra`, an
-        extra rank has no parameters at all.
+        For code that collects parameters (DDP, optimizer), never for compute.
         """
-        hidden = self.ntp.is_extra and hide_extra
         replaced: list[tuple[Module, str, Parameter]] = []
         for module in self.model.modules():
             for name, param in module._parameters.items():
                 sp = self.by_param.get(param) if param is not None else None
-                if sp is None or param is None:
-                    continue
-                new = None if hidden else sp.sync if sp.sync is not None else param
-                if new is not param:
+                if param is not None and sp is not None and sp.shares_storage:
                     replaced.append((module, name, param))
-                    module._parameters[name] = new
+                    module._parameters[name] = sp.sync
         try:
             yield
         finally:

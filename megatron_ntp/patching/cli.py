@@ -1,15 +1,21 @@
-"""`megatron-ntp patches`: print the catalog of run-time patches against the installed Megatron."""
+"""`megatron-ntp patches` and `megatron-ntp patch`: the catalog, and the patch to a checkout.
+
+Exit status: 0 done or in order, 1 something does not fit (nothing was changed), 2 wrong usage.
+"""
 
 import argparse
 import importlib
 import json
+import shlex
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
+from megatron_ntp.patching import checkout as trees
 from megatron_ntp.patching.registry import Registry
-from megatron_ntp.patching.rows import Patch, RowStatus
+from megatron_ntp.patching.rows import Patch, PatchError, RowStatus
 from megatron_ntp.patching.versions import find_cores, read_core_version
 
 CATALOG = "megatron_ntp.integration.catalog"
@@ -84,3 +90,125 @@ def patches_main(argv: Sequence[str] | None = None) -> int:
         print(f"megatron-core {version} in {cores[0]}")
         print(catalog_table(statuses, shutil.get_terminal_size((120, 24)).columns))
     return 0 if all(row.status.good for row in statuses) else 1
+
+
+def _patch_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-ntp patch",
+        description="Make plain `pretrain_gpt.py --ntp ...` work in a Megatron-LM checkout. One "
+        "guarded insertion, described in patches/, which revert takes out to the byte.",
+        epilog="Exit status: 0 done or in order, 1 something does not fit (nothing was changed), "
+        "2 wrong usage.",
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for verb, text in (
+        ("apply", "insert the hook; a second apply changes nothing"),
+        ("revert", "take the hook out"),
+        ("status", "say whether the hook is in; 1 if it is only partly in or damaged"),
+        ("check", "say whether apply would work, without changing anything"),
+        ("diff", "print what apply would change"),
+    ):
+        sub = verbs.add_parser(verb, help=text, description=text)
+        sub.add_argument("path", metavar="PATH", type=Path, help="folder that holds megatron/")
+        if verb != "status":
+            sub.add_argument(
+                "--force",
+                action="store_true",
+                help="go on with an untested version, or a block that was edited by hand",
+            )
+        if verb in ("apply", "check", "diff"):
+            sub.add_argument(
+                "--allow-installed-core",
+                action="store_true",
+                help="go on although this Python has another megatron-core installed",
+            )
+        if verb == "diff":
+            sub.add_argument(
+                "--revert", action="store_true", help="print what revert would change instead"
+            )
+    return parser
+
+
+def patch_main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `megatron-ntp patch VERB PATH`. Returns the exit status."""
+    parser = _patch_parser()
+    options = parser.parse_args(argv)
+    if not options.path.is_dir():
+        parser.error(f"{options.path} is not a folder")  # exits with 2
+    run = {
+        "apply": _apply,
+        "revert": _revert,
+        "status": _status,
+        "check": _check,
+        "diff": _diff,
+    }[options.verb]
+    try:
+        return run(options)
+    except PatchError as error:
+        print(f"megatron-ntp patch {options.verb}: {error}", file=sys.stderr)
+        return 1
+
+
+def _apply(options: argparse.Namespace) -> int:
+    changed = trees.apply(options.path, options.force, options.allow_installed_core)
+    for path in changed:
+        print(f"patched {path}")
+    print(
+        "Start your script as before and add --ntp. To undo: megatron-ntp patch revert "
+        f"{shlex.quote(str(options.path))}"
+        if changed
+        else "already applied, nothing to change"
+    )
+    return 0
+
+
+def _revert(options: argparse.Namespace) -> int:
+    changed = trees.revert(options.path, options.force)
+    for path in changed:
+        print(f"reverted {path}")
+    if not changed:
+        print("not applied, nothing to change")
+    return 0
+
+
+def _describe(tree: trees.Checkout) -> None:
+    print(f"checkout {tree.root}, megatron-core {tree.version}: {tree.state}")
+    for state in tree.hooks:
+        print(f"  {state.hook.name} ({state.hook.file}): {state.block.state.value}")
+        for detail in filter(None, (state.fault, state.block.detail)):
+            print(f"    {detail}.")
+
+
+def _status(options: argparse.Namespace) -> int:
+    tree = trees.inspect_checkout(options.path)
+    _describe(tree)
+    return 0 if tree.state in ("applied", "not applied") else 1
+
+
+def _check(options: argparse.Namespace) -> int:
+    tree = trees.inspect_checkout(options.path)
+    _describe(tree)
+    reasons = trees.refusals(tree, options.force, options.allow_installed_core)
+    for reason in reasons:
+        print(f"would refuse: {reason}")
+    if not reasons:
+        print("apply would succeed" if tree.state != "applied" else "nothing to do")
+    return 1 if reasons else 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    tree = trees.inspect_checkout(options.path)
+    if options.revert:
+        reasons: list[str] = []
+        changes = trees.plan_revert(tree, options.force)
+    else:
+        reasons = trees.refusals(tree, options.force, options.allow_installed_core)
+        changes = trees.plan_apply(tree, force=True, allow_installed_core=True)
+    sys.stdout.flush()
+    sys.stdout.buffer.write(trees.unified_diff(tree.root, changes))
+    sys.stdout.flush()
+    if not changes:
+        print("nothing to change", file=sys.stderr)
+    for reason in reasons:
+        print(f"apply would refuse: {reason}", file=sys.stderr)
+    return 1 if reasons else 0

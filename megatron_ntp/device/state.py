@@ -1,0 +1,255 @@
+"""Power limits as they were found, kept on disk until each GPU has its own back.
+
+Per GPU there are two files in one private folder of the node:
+
+    UUID.json   the record: found limit, the values that we may have written, boot, driver, job
+    UUID.lock   locked by the process that may write the limit, for as long as it may
+
+The record is on disk before the first write, and each later value is in it before it is written. So
+after any death of any process the record tells a value of ours from somebody else's:
+
+    the node rebooted, or the driver was loaded anew    limits are gone by themselves: left alone
+    the limit is the found one                          nothing to do
+    the limit is one that we wrote                      set back
+    the limit is anything else                          an administrator's: left alone
+
+Nobody records a found limit while an older record is there: it is settled first.
+"""
+
+from __future__ import annotations
+
+import enum
+import fcntl
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ntp.device.errors import DeviceError, Fault
+from megatron_ntp.device.files import Folder
+from megatron_ntp.device.naming import is_gpu_uuid
+from megatron_ntp.device.nvml import DeviceLayer, PowerLimits, PowerScope
+
+BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
+DRIVER_FOLDER = Path("/sys/module/nvidia")
+_RECORD, _LOCK = ".json", ".lock"
+
+
+def default_folder() -> Path:
+    """One per node. It must outlive the job: in a container, mount it from the host."""
+    if os.geteuid() == 0:
+        return Path("/run/megatron-ntp/power")
+    return Path(f"/tmp/megatron-ntp-power-{os.geteuid()}")
+
+
+@dataclass(frozen=True)
+class HostIdentity:
+    """This boot, and this loading of the driver (the kernel gives each its own inode)."""
+
+    boot_id: str
+    driver_id: str | None
+
+    @classmethod
+    def read(
+        cls, boot_id_file: Path = BOOT_ID_FILE, driver_folder: Path = DRIVER_FOLDER
+    ) -> HostIdentity:
+        try:
+            driver_id = str(driver_folder.stat().st_ino)
+        except OSError:
+            driver_id = None
+        return cls(boot_id_file.read_text(encoding="ascii").strip(), driver_id)
+
+
+@dataclass(frozen=True)
+class LimitRecord:
+    """What one GPU's limit was before us, and which values on it are ours."""
+
+    uuid: str
+    job_id: str
+    scope: PowerScope
+    found_mw: int
+    ours_mw: tuple[int, ...]  # the last value written and the one about to be
+    boot_id: str
+    driver_id: str | None
+    energy_mj: int | None  # counts from the loading of the driver, so it only grows until the next
+
+    def with_next(self, limit_mw: int) -> LimitRecord:
+        return replace(self, ours_mw=(*self.ours_mw[-1:], limit_mw))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> LimitRecord:
+        found: dict[str, Any] = json.loads(text)
+        ours_mw = tuple(int(value) for value in found["ours_mw"])
+        return cls(**found | {"scope": PowerScope(found["scope"]), "ours_mw": ours_mw})
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The right to write one GPU's limit: an exclusive lock that dies with its holders.
+
+    The descriptor is also given to the process that calls NVML (NvmlProcess.hold), so that the lock
+    outlives a keeper that is killed while a write of its is still in the driver.
+    """
+
+    uuid: str
+    fd: int
+
+    def release(self) -> None:
+        os.close(self.fd)
+
+
+class LimitStore:
+    """The records and locks of a node."""
+
+    def __init__(self, folder: Folder, read_host: Callable[[], HostIdentity]) -> None:
+        self.folder, self.read_host = folder, read_host
+
+    def claim(self, uuid: str, job_id: str) -> Claim:
+        _check_name(uuid)
+        fd = self.folder.open_file(uuid + _LOCK, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.read(fd, 200).decode(errors="replace").strip()
+            os.close(fd)
+            raise DeviceError(
+                Fault.BUSY,
+                f"the power limit is in the hands of {holder or 'another process'}",
+                uuid,
+            ) from error
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"job {job_id} (pid {os.getpid()})\n".encode(), 0)
+        return Claim(uuid, fd)
+
+    def read(self, uuid: str) -> LimitRecord | None:
+        text = self.folder.read(uuid + _RECORD)
+        if text is None:
+            return None
+        try:
+            record = LimitRecord.from_json(text)
+        except (ValueError, KeyError, TypeError) as error:
+            raise DeviceError(
+                Fault.REFUSED,
+                f"record {self.folder.path / (uuid + _RECORD)} is damaged ({error!r}); compare the "
+                "GPU's limit with the site's by hand, then delete the file",
+            ) from error
+        if record.uuid != uuid:
+            raise DeviceError(
+                Fault.REFUSED,
+                f"record {self.folder.path / (uuid + _RECORD)} is about another GPU, {record.uuid}; "
+                "delete it",
+            )
+        return record
+
+    def write(self, record: LimitRecord) -> None:
+        _check_name(record.uuid)
+        self.folder.write(record.uuid + _RECORD, record.to_json())
+
+    def drop(self, uuid: str) -> None:
+        self.folder.remove(uuid + _RECORD)
+
+    def recorded_uuids(self) -> list[str]:
+        files = [name for name in self.folder.names() if name.endswith(_RECORD)]
+        return [
+            uuid for uuid in (name.removesuffix(_RECORD) for name in files) if is_gpu_uuid(uuid)
+        ]
+
+
+def _check_name(uuid: str) -> None:
+    if not is_gpu_uuid(uuid):
+        raise DeviceError(Fault.REFUSED, f"{uuid!r} is not the UUID of a whole GPU")
+
+
+class Outcome(enum.StrEnum):
+    """How a record ended, or why it is still there."""
+
+    RESTORED = "restored"
+    UNCHANGED = "already at the found limit"
+    REBOOTED = "left alone: the node rebooted since"
+    RELOADED = "left alone: the driver was loaded anew since"
+    CHANGED = "left alone: somebody else changed it"
+    PENDING = "not restored yet"
+    BUSY = "in use by a live job"
+
+
+@dataclass(frozen=True)
+class Settled:
+    """One GPU's record after an attempt to be done with it."""
+
+    uuid: str
+    outcome: Outcome
+    found_mw: int | None
+    limit_mw: int | None = None
+    detail: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        return self.outcome not in (Outcome.PENDING, Outcome.BUSY)
+
+
+def settle(layer: DeviceLayer, store: LimitStore, record: LimitRecord) -> Settled:
+    """Gives a GPU its found limit back, by the table above. The caller holds its claim."""
+    try:
+        settled = _settle(layer, store, record)
+    except DeviceError as error:
+        return Settled(record.uuid, Outcome.PENDING, record.found_mw, detail=str(error))
+    if settled.is_over:
+        store.drop(record.uuid)
+    return settled
+
+
+def _settle(layer: DeviceLayer, store: LimitStore, record: LimitRecord) -> Settled:
+    host, uuid, found_mw = store.read_host(), record.uuid, record.found_mw
+    if record.boot_id != host.boot_id:
+        return Settled(uuid, Outcome.REBOOTED, found_mw)
+    if not layer.writes_settled():
+        detail = "an earlier call into the driver hangs and may still take effect"
+        return Settled(uuid, Outcome.PENDING, found_mw, detail=detail)
+    limits, reading = layer.limits(uuid, record.scope), layer.reading(uuid)
+    now_mw = limits.requested_mw
+    if _driver_is_new(record, host, reading.energy_mj):
+        return Settled(uuid, Outcome.RELOADED, found_mw, now_mw)
+    if now_mw == found_mw:
+        return Settled(uuid, Outcome.UNCHANGED, found_mw, now_mw)
+    if now_mw not in record.ours_mw:
+        return Settled(uuid, Outcome.CHANGED, found_mw, now_mw)
+    after: PowerLimits = layer.set_limit(uuid, found_mw, record.scope)
+    if after.requested_mw != found_mw:
+        detail = f"set to {found_mw / 1000:g} W, but {after.requested_mw / 1000:g} W was read back"
+        return Settled(uuid, Outcome.PENDING, found_mw, after.requested_mw, detail)
+    return Settled(uuid, Outcome.RESTORED, found_mw, after.requested_mw)
+
+
+def _driver_is_new(record: LimitRecord, host: HostIdentity, energy_mj: int | None) -> bool:
+    if record.driver_id and host.driver_id and record.driver_id != host.driver_id:
+        return True
+    return record.energy_mj is not None and energy_mj is not None and energy_mj < record.energy_mj
+
+
+def restore_all(
+    layer: DeviceLayer, store: LimitStore, uuids: list[str] | None = None
+) -> list[Settled]:
+    """Settles every record whose job is gone. None: all GPUs that have a record."""
+    results = []
+    for uuid in store.recorded_uuids() if uuids is None else uuids:
+        try:
+            claim = store.claim(uuid, "power restore")
+        except DeviceError as error:
+            outcome = Outcome.BUSY if error.fault is Fault.BUSY else Outcome.PENDING
+            results.append(Settled(uuid, outcome, None, detail=str(error)))
+            continue
+        try:
+            layer.hold(claim.fd)
+            record = store.read(uuid)
+            if record is not None:
+                results.append(settle(layer, store, record))
+        except DeviceError as error:
+            results.append(Settled(uuid, Outcome.PENDING, None, detail=str(error)))
+        finally:
+            claim.release()
+    return results
