@@ -475,7 +475,7 @@ def test_reloaded_module_blocks_undo(pkg: Any) -> None:
     patches = registry(name, row(f"{name}.base:twice")).apply()
     importlib.reload(base)
     assert [s.site for s in patches.verify()] == [f"{name}.base:twice"]
-    with pytest.raises(PatchError, match="reloaded|somebody else"):
+    with pytest.raises(PatchError, match="somebody else"):
         patches.undo()
 
 
@@ -582,7 +582,7 @@ def test_failure_half_way_is_rolled_back(pkg: Any) -> None:
 def test_replacement_that_cannot_be_loaded(pkg: Any) -> None:
     name, base, _ = pkg
     original = base.twice
-    with pytest.raises(PatchError, match="cannot be loaded.*Nothing was changed"):
+    with pytest.raises(PatchError, match=r"cannot be loaded.*Nothing was changed"):
         registry(name, row(f"{name}.base:twice", replacement="no.such:thing")).apply()
     assert base.twice is original
 
