@@ -29,6 +29,8 @@ class Command(NamedTuple):
 
 COMMANDS: dict[str, Command] = {
     "run": Command("megatron_ntp.launch:run", "run a training script, with --ntp or on CPU"),
+    "patch": Command("megatron_ntp.patching.cli:patch_main", "put --ntp into a Megatron-LM checkout"),
+    "patches": Command("megatron_ntp.patching.cli:patches_main", "check the run-time patches"),
 }
 
 
