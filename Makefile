@@ -1,0 +1,41 @@
+# Everything runs in .venv, which is made on first use (scripts/make_venv.sh) and then reused.
+#   make rehearse ARGS="--degrees 4,3"     make test TESTS=tests/unit     make PYTHON=python3.13 test
+
+BIN := .venv/bin
+READY := .venv/.ready
+TESTS ?= tests
+
+.DEFAULT_GOAL := help
+.PHONY: help rehearse test lint types format bench venv clean
+
+help:  ## show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1\t/' | expand -t 14
+
+rehearse: $(READY)  ## lose a GPU in a small CPU job and carry on; figures go to build/
+	$(BIN)/megatron-ntp rehearse $(ARGS)
+
+test: lint types  ## lint, types, and all tests
+	$(BIN)/python -m pytest $(TESTS) $(ARGS)
+
+lint: $(READY)  ## check style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)  ## check types
+	$(BIN)/mypy
+
+format: $(READY)  ## put the code in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)  ## measure resharding against parameter-by-parameter exchange
+	$(BIN)/python scripts/bench_reshard.py $(ARGS)
+
+venv: $(READY)  ## make .venv only
+
+clean:  ## remove what commands produced, but not .venv
+	rm -rf build .mypy_cache .pytest_cache .ruff_cache
+
+$(READY): setup.py scripts/make_venv.sh
+	scripts/make_venv.sh .venv
+	@touch $@

@@ -1,0 +1,34 @@
+"""The package: what it is called, what it needs, and its command."""
+
+import runpy
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+setup(
+    name="megatron-ntp",
+    version=runpy.run_path(str(ROOT / "megatron_ntp" / "__init__.py"))["__version__"],
+    description="Nonuniform tensor parallelism for Megatron: training goes on when a GPU is lost",
+    long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["megatron_ntp", "megatron_ntp.*"]),
+    package_data={"megatron_ntp": ["patches/*"]},
+    # megatron-core ships its training loop from 0.17 on, and no wheel of it is for Python 3.14.
+    python_requires=">=3.12,<3.14",
+    install_requires=[
+        "megatron-core>=0.17,<0.20",
+        "nvidia-ml-py",
+        "psutil",  # Megatron's training loop and checkpoints import it
+        "pybind11",  # builds the dataset helpers of a Megatron-LM checkout
+        "torch>=2.6",
+    ],
+    extras_require={
+        "dev": ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff"],
+        "plot": ["matplotlib"],
+        "te": ["transformer-engine[pytorch]"],
+    },
+    entry_points={"console_scripts": ["megatron-ntp = megatron_ntp.cli:main"]},
+)
