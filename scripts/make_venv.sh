@@ -12,6 +12,7 @@ venv=${1:-.venv}
 wanted='import sys, venv, ensurepip; sys.exit(not (3, 12) <= sys.version_info < (3, 14))'
 version='import platform; print(platform.python_version())'
 tried=()
+quiet=()
 
 # Whether $1 runs, has venv and fits. A pyenv shim exists for versions that it then refuses to run.
 usable() {
@@ -48,6 +49,7 @@ find_python() {
 
 if [ -x "$venv/bin/python" ] && "$venv/bin/python" -c "$wanted" >/dev/null 2>&1; then
     echo "reusing $venv (Python $("$venv/bin/python" -c "$version"))"
+    quiet=(--quiet)
 else
     if ! find_python; then
         {
@@ -64,5 +66,6 @@ else
 fi
 
 started=$SECONDS
-"$venv/bin/python" -m pip install --disable-pip-version-check --editable '.[dev,plot]'
+"$venv/bin/python" -m pip install "${quiet[@]}" --disable-pip-version-check \
+    --editable '.[dev,plot]'
 echo "$venv is ready after $((SECONDS - started)) s"
