@@ -20,29 +20,20 @@ from megatron_ntp.patching.versions import find_cores, read_core_version
 
 CATALOG = "megatron_ntp.integration.catalog"
 
-_HEADINGS = ("status", "target", "versions", "why")
 
-
-def catalog_table(statuses: Iterable[RowStatus], width: int = 120) -> str:
-    """The catalog as a table: status, target, tested versions and why, wrapped to `width`."""
-    rows = [
-        (
-            row.status.value,
-            row.patch.target,
-            row.patch.versions or "all",
-            row.patch.reason + (f" [{row.detail}]" if row.detail else ""),
-        )
-        for row in statuses
-    ]
-    narrow = [max(len(row[column]) for row in [_HEADINGS, *rows]) for column in range(3)]
-    rest = max(30, width - sum(narrow) - 6)
+def catalog_table(statuses: Iterable[RowStatus], width: int = 100) -> str:
+    """The catalog as a table: status, tested versions, target, and below it why."""
+    rows = [("status", "versions", "target, and why", "")]
+    for row in statuses:
+        why = row.patch.reason + (f" [{row.detail}]" if row.detail else "")
+        rows.append((row.status.value, row.patch.versions or "all", row.patch.target, why))
+    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
     lines: list[str] = []
-    for row in [_HEADINGS, *rows]:
-        first, *more = textwrap.wrap(row[3], rest) or [""]
-        cells = [row[column].ljust(narrow[column]) for column in range(3)]
-        lines.append("  ".join([*cells, first]).rstrip())
-        lines += [" " * (sum(narrow) + 6) + text for text in more]
-    lines.insert(1, "-" * min(width, sum(narrow) + 6 + rest))
+    for status, versions, target, why in rows:
+        lines.append(f"{status:<{first}}  {versions:<{second}}  {target}")
+        indent = " " * (first + second + 6)
+        lines += textwrap.wrap(why, max(width, 70), initial_indent=indent, subsequent_indent=indent)
+    lines.insert(1, "-" * min(width, max(map(len, lines))))
     return "\n".join(lines)
 
 
@@ -88,7 +79,7 @@ def patches_main(argv: Sequence[str] | None = None) -> int:
         print(catalog_json(version, statuses))
     else:
         print(f"megatron-core {version} in {cores[0]}")
-        print(catalog_table(statuses, shutil.get_terminal_size((120, 24)).columns))
+        print(catalog_table(statuses, shutil.get_terminal_size((100, 24)).columns))
     return 0 if all(row.status.good for row in statuses) else 1
 
 
