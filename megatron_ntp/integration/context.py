@@ -30,6 +30,7 @@ class NTPContext:
     groups: Mapping[str, Membership] = field(default_factory=dict)
     batch: BatchShares | None = None
     counters: TrafficCounters = field(default_factory=TrafficCounters)
+    steps: int = 0
 
     @property
     def rank(self) -> RankInfo:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import ChainedOptimizer
 from torch import Tensor
 
-from megatron_ntp.integration import context
+from megatron_ntp.integration import context, stats
 from megatron_ntp.integration.checkpoint import check_optimizer_format
 from megatron_ntp.integration.ddp import NTPDistributedDataParallel, chunks_of
 from megatron_ntp.integration.parallel_state import CORE_REPLICA, CORE_WORLD, RESHARD
@@ -46,6 +46,8 @@ class NTPOptimizer(ChainedOptimizer):  # type: ignore[misc]
             config = chunk.ddp_config
             if not (config.use_distributed_optimizer and config.overlap_param_gather):
                 chunk.ntp_params.finish()
+        self.ntp.steps += 1
+        stats.write(self.ntp, self.ntp_chunks, self)
         return answers
 
     def reload_model_params(self, *args: Any, **kwargs: Any) -> None:
