@@ -27,6 +27,7 @@ from megatron_ntp.patching.bindings import (
     scan,
 )
 from megatron_ntp.patching.rows import (
+    MARKER,
     Patch,
     PatchError,
     Resolved,
@@ -79,6 +80,9 @@ class _Plan(NamedTuple):
 
 class Registry:
     """The patches of one catalog for one package, applied and undone together.
+
+    Two registries may stack on one target, but not with a row of the same name: applying one
+    catalog through two registries is refused.
 
     Args:
         package: the package the rows belong to. Objects it does not define are only changed at
@@ -219,13 +223,16 @@ class Registry:
             _Plan(patch, found, load_replacement(patch), self._everywhere(patch, found), [])
             for patch, found in needed
         ]
+        _refuse_second_layer(plans)
         wanted: dict[int, list[_Plan]] = {}
+        objects = [plan.replacement for plan in plans if callable(plan.replacement)]
         for plan in plans:
             if plan.everywhere:
-                for part in {id(plan.found.raw), id(function_of(plan.found.raw))}:
-                    wanted.setdefault(part, []).append(plan)
-        objects = [plan.found.raw for plan in plans] + [function_of(p.found.raw) for p in plans]
-        for site, obj in scan([*objects, *(p.replacement for p in plans)], self.exclude):
+                raw = plan.found.raw
+                for part in {id(raw): raw, id(function_of(raw)): function_of(raw)}.values():
+                    wanted.setdefault(id(part), []).append(plan)
+                    objects.append(part)
+        for site, obj in scan(objects, self.exclude):
             if any(obj is plan.replacement for plan in plans):
                 self._foreign.add(site.key)
             for plan in wanted.get(id(obj), ()):
@@ -302,6 +309,28 @@ def _translated(site: Site, old: object, new: object) -> object:
     if value is function_of(old):
         return inner
     return rebuilt(value, inner, site)
+
+
+def _carries(plan: _Plan) -> bool:
+    """Whether the target already leads through this very patch, applied by somebody else."""
+    value: Any = function_of(plan.found.raw)
+    for _ in range(100):
+        if value is plan.replacement or getattr(value, MARKER, None) == plan.patch.name:
+            return True
+        value = getattr(value, "__wrapped__", None)
+        if value is None:
+            break
+    return False
+
+
+def _refuse_second_layer(plans: list[_Plan]) -> None:
+    twice = [f"{p.patch.name} ({p.patch.target})" for p in plans if _carries(p)]
+    if twice:
+        raise PatchError(
+            f"another registry has already applied the patches {', '.join(twice)}, and a second "
+            f"layer would act twice. Nothing was changed. Undo the other registry first; if a "
+            f"start-up hook runs while a registry is being applied, let it return at once."
+        )
 
 
 def _leads_to(value: object, new: object) -> bool:

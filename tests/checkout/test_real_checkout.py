@@ -106,3 +106,38 @@ def test_every_script_comes_to_the_hook_before_it_takes_pretrain(
     patch("revert", tree)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "hook called, pretrain taken: False" in done.stdout
+
+
+INSTALL_TWICE = """
+import sys
+sys.argv = ["script", "--ntp"]
+from megatron_ntp import install_from_argv
+install_from_argv()  # imports megatron.training, whose hook calls it again
+install_from_argv()
+from megatron_ntp.integration.catalog import ROWS
+from megatron_ntp.patching.rows import MARKER, function_of, resolve
+for row in ROWS:
+    found, depth = resolve(row).raw, 0
+    function = function_of(found)
+    while hasattr(function, "__wrapped__"):
+        depth += MARKER in vars(function)
+        function = function.__wrapped__
+    if row.kind == "wrap":
+        assert depth == 1, f"{row.target} is wrapped {depth} times"
+"""
+
+
+@pytest.mark.slow
+def test_run_command_on_a_patched_checkout_installs_once(tree: Path) -> None:
+    if flags_for(tree):
+        pytest.skip("the run-time patches are not for this version")
+    patch("apply", tree)
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT)]),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    argv = [sys.executable, "-W", "ignore", "-c", INSTALL_TWICE]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=250, check=False)
+    patch("revert", tree)
+    assert done.returncode == 0, done.stderr[-3000:]

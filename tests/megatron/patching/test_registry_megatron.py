@@ -19,7 +19,7 @@ if importlib.util.find_spec("torch") is None or importlib.util.find_spec("megatr
     pytest.skip("needs torch and megatron-core in this Python", allow_module_level=True)
 
 PRELUDE = """
-    import sys, types
+    import dataclasses, sys, types
     from megatron_ntp.patching import *
     from megatron_ntp.patching.bindings import scan
     from megatron_ntp.patching.versions import find_cores, read_core_version
@@ -40,8 +40,9 @@ PRELUDE = """
 
     keep = types.SimpleNamespace()  # names in __main__ are binding sites, these are not
 
-    def registry():
-        return Registry("megatron", read_core_version(find_cores()[0]), ROWS)
+    def registry(prefix=""):
+        rows = [dataclasses.replace(row, name=prefix + row.name) for row in ROWS]
+        return Registry("megatron", read_core_version(find_cores()[0]), rows)
 
     def values(patches):
         names = [site.split(":") for site in patches.sites]
@@ -134,7 +135,13 @@ def test_twice_installed_and_wrappers_above_and_below() -> None:
         first = registry().apply()
         assert first.apply() is first
         assert {s.patch for s in first.verify()} == {"divide"}, "aliases below the foreign wrapper"
-        second = registry().apply()
+        try:
+            registry().apply()
+        except PatchError as error:
+            assert "already applied" in str(error)
+        else:
+            raise AssertionError("the same catalog was applied twice")
+        second = registry("second ").apply()
         try:
             first.undo()
         except PatchError as error:

@@ -517,7 +517,7 @@ def test_registries_are_undone_last_in_first_out(pkg: Any) -> None:
     name, base, _ = pkg
     before = identity_snapshot(name)
     below = registry(name, row(f"{name}.base:twice")).apply()
-    above = registry(name, row(f"{name}.base:twice", replacement=other)).apply()
+    above = registry(name, row(f"{name}.base:twice", "above", replacement=other)).apply()
     assert base.twice(2) == ("other", ("patched", 4))
     with pytest.raises(PatchError):
         below.undo()
@@ -525,6 +525,18 @@ def test_registries_are_undone_last_in_first_out(pkg: Any) -> None:
     above.undo()
     below.undo()
     assert diff_snapshots(before, identity_snapshot(name)) == []
+
+
+@pytest.mark.parametrize("kind", ["wrap", "replace"])
+def test_same_row_by_another_registry_is_refused(pkg: Any, kind: Any) -> None:
+    name, base, _ = pkg
+    rows = (row(f"{name}.base:Thing.static", "fine"), row(f"{name}.base:twice", kind=kind))
+    with registry(name, rows[1]):
+        applied = base.twice
+        with pytest.raises(PatchError, match=rf"already applied the patches row \({name}"):
+            registry(name, *rows).apply()
+        assert base.twice is applied
+        assert base.Thing.static(1) == ("static", 1)
 
 
 # ---- all or nothing -----------------------------------------------------------------------------
