@@ -28,12 +28,12 @@ from megatron_ntp.device.state import (
     Claim,
     LimitRecord,
     LimitStore,
-    Outcome,
     Settled,
     settle,
 )
 
 SETTLE_TIMEOUT_S = 2.0
+CLAIM_TIMEOUT_S = 5.0  # the keeper of the last attempt may still be restoring
 
 
 @dataclass
@@ -43,7 +43,7 @@ class _Kept:
     claim: Claim
     record: LimitRecord | None = None  # on disk as well, from before the first write
     found_mw: int = 0
-    last_mw: int = 0  # the limit as last read back
+    last_mw: int = 0  # as last read back; where a write failed, the higher of both
 
     @property
     def uuid(self) -> str:
@@ -54,8 +54,15 @@ class Keeper:
     """The bounds, the writes and the way back. It does not know how requests reach it."""
 
     def __init__(
-        self, layer: DeviceLayer, store: LimitStore, site: SitePower, access: Access
+        self,
+        layer: DeviceLayer,
+        store: LimitStore,
+        site: SitePower,
+        access: Access,
+        claim_timeout_s: float = CLAIM_TIMEOUT_S,
     ) -> None:
+        self._claim_timeout_s = claim_timeout_s
+        self._hung: set[str] = set()  # dead GPUs that are not asked a second time
         self._layer, self._store, self._site, self._access = layer, store, site, access
         self._kept: dict[str, _Kept] = {}
         self._request: OpenRequest | None = None
@@ -66,8 +73,10 @@ class Keeper:
     # ---- open ----
 
     def open(self, request: OpenRequest) -> OpenReply:
-        """Takes the client's GPUs. Writes nothing but, where a limit is to change later, the found
-        limit itself, which shows whether writing is allowed.
+        """Takes the client's GPUs.
+
+        Writes nothing but, where a limit is to change later, the found limit itself, which shows
+        whether writing is allowed.
         """
         if self._request is not None:
             raise DeviceError(Fault.REFUSED, "this connection is open already; use one per job")
@@ -111,9 +120,8 @@ class Keeper:
         """Claims GPUs and settles what is recorded of them: a limit is only ever "found" once."""
         results = []
         for uuid in uuids:
-            kept = _Kept(self._store.claim(uuid, self._job_id))
-            self._kept[uuid] = kept
-            self._layer.hold(kept.claim.fd)
+            claim = self._store.claim(self._layer, uuid, self._job_id, self._claim_timeout_s)
+            self._kept[uuid] = _Kept(claim)
             record = self._store.read(uuid)
             if record is None:
                 continue
@@ -139,8 +147,8 @@ class Keeper:
         if nominal_mw is None and len(found) > 1:
             raise DeviceError(
                 Fault.OUT_OF_RANGE,
-                f"found limits differ ({', '.join(f'{mw / 1000:g} W' for mw in sorted(found))}), so "
-                "there is no nominal one; state it (--ntp-power-nominal, or gpu.nominal_w)",
+                f"found limits differ, {min(found) / 1000:g} W to {max(found) / 1000:g} W, so none "
+                "of them is nominal; state it (--ntp-power-nominal, or gpu.nominal_w)",
             )
         most_mw = min(found) if site_mw is None else site_mw
         if nominal_mw is not None and nominal_mw > most_mw and self._site.domain.budget_w is None:
@@ -175,17 +183,20 @@ class Keeper:
         self._check_idle(request.dead_uuids)
 
     def _spans_nodes(self, shape: DomainShape) -> bool:
+        # The site's word, not the client's, since it decides what is checked.
         return (self._site.domain.num_gpus or shape.num_gpus) > self._layer.count()
 
     def _check_idle(self, uuids: Sequence[str]) -> None:
         """A GPU that still computes is not dead, and keeps its share."""
-        for uuid in uuids:
+        for uuid in set(uuids) - self._hung:
             try:
                 pids = self._layer.pids(uuid)
             except DeviceError as error:
-                if error.fault in (Fault.LOST, Fault.NOT_FOUND, Fault.TIMEOUT):
-                    continue
-                raise
+                if error.fault is Fault.TIMEOUT:
+                    self._hung.add(uuid)
+                elif error.fault not in (Fault.LOST, Fault.NOT_FOUND):
+                    raise
+                continue
             if pids:
                 raise DeviceError(
                     Fault.REFUSED, f"declared dead, but processes {pids} use it", uuid
@@ -224,7 +235,7 @@ class Keeper:
     def _set(self, kept: _Kept, limit_mw: int) -> PowerLimits:
         self._check_bounds(kept, limit_mw)
         now_mw = self._limits(kept.uuid).requested_mw
-        if now_mw not in (kept.found_mw, kept.last_mw):
+        if now_mw != kept.found_mw and now_mw not in (kept.record.ours_mw if kept.record else ()):
             raise DeviceError(
                 Fault.REFUSED,
                 f"somebody else set {now_mw / 1000:g} W after our {kept.last_mw / 1000:g} W; it "
@@ -259,6 +270,7 @@ class Keeper:
         record = kept.record or self._new_record(kept)
         kept.record = record.with_next(limit_mw)
         self._store.write(kept.record)
+        kept.last_mw = max(kept.last_mw, limit_mw)  # should the call fail, it may still take effect
         limits = self._layer.set_limit(kept.uuid, limit_mw, self._site.scope)
         kept.last_mw = limits.requested_mw
         if limits.requested_mw != limit_mw:
@@ -292,8 +304,10 @@ class Keeper:
         return found
 
     def restore(self) -> list[Settled]:
-        """Gives every GPU back as found, as far as it answers. A record that cannot be settled now
-        stays on disk for `megatron-ntp power restore` or the next job.
+        """Gives every GPU back as found, as far as it answers.
+
+        A record that cannot be settled now stays on disk for `megatron-ntp power restore` or the
+        next job.
         """
         wait_until_settled(self._layer, SETTLE_TIMEOUT_S)
         results = []
@@ -301,8 +315,8 @@ class Keeper:
             if kept.record is None:
                 continue
             settled = settle(self._layer, self._store, kept.record)
-            if settled.outcome is Outcome.PENDING and self._layer.writes_settled():
-                self._layer.close()  # a driver that was reset answers only a new process
+            if settled.fault in (Fault.LOST, Fault.FAILED):
+                self._layer.close()  # a GPU that was reset answers only a new process
                 settled = settle(self._layer, self._store, kept.record)
             results.append(settled)
         for kept in self._kept.values():

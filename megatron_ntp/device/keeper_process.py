@@ -151,9 +151,10 @@ def _signals_as_fd() -> int:
 
 
 def _open_peer(peer: Peer) -> int | None:
-    """Becomes readable when the peer's process exits. None: out of sight, as in another PID
-    namespace; then the end of the connection has to do.
-    """  # noqa: D205
+    """A descriptor that becomes readable when the peer's process exits.
+
+    None: it is out of sight, as in another PID namespace; the end of the connection has to do.
+    """
     try:
         return os.pidfd_open(peer.pid) if peer.pid > 0 else None
     except OSError:

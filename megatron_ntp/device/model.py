@@ -20,7 +20,7 @@ from megatron_ntp.device.files import read_regular, write_atomic
 
 DEFAULT_EXPONENT = 0.5
 MIN_EXPONENT, MAX_EXPONENT = 0.1, 1.0
-MIN_SAMPLES = 4
+MIN_SAMPLES = 3
 MIN_SPREAD = 1.05  # highest over lowest limit among the samples of a fit
 MAX_SAMPLES = 256
 

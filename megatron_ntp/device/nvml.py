@@ -126,6 +126,7 @@ class DeviceLayer(Protocol):
     def watch_xids(self, uuids: tuple[str, ...]) -> None: ...
     def xids(self) -> tuple[XidEvent, ...]: ...
     def hold(self, fd: int) -> None: ...
+    def let_go(self, fd: int) -> None: ...
     def writes_settled(self) -> bool: ...
     def close(self) -> None: ...
 
@@ -163,7 +164,10 @@ class Nvml:
                 pynvml.nvmlShutdown()
 
     def hold(self, fd: int) -> None:
-        """Nothing to do: whoever made the call has the descriptor open (see NvmlProcess)."""
+        """Nothing to do: this process has the descriptor open (see NvmlProcess)."""
+
+    def let_go(self, fd: int) -> None:
+        """Nothing to do either."""
 
     def writes_settled(self) -> bool:
         """Whether no earlier write can still land. Here every call has returned."""

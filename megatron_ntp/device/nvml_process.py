@@ -103,7 +103,13 @@ class NvmlProcess:
         """Keeps a descriptor open in every process that makes calls for us."""
         self._held.append(fd)
         if self._socket is not None:
-            self._send({"hold": True}, [fd])
+            self._send({"hold": fd}, [fd])
+
+    def let_go(self, fd: int) -> None:
+        """The opposite, once the last call that the descriptor guards has returned."""
+        self._held.remove(fd)
+        if self._socket is not None:
+            self._send({"let_go": fd}, [])
 
     def writes_settled(self) -> bool:
         """Whether every process that was given up is really gone."""
@@ -136,7 +142,7 @@ class NvmlProcess:
         self._socket = ours
         self._receive(ours, START_DEADLINE_S, "start of the process that calls NVML", None)
         for fd in self._held:
-            self._send({"hold": True}, [fd])
+            self._send({"hold": fd}, [fd])
         return ours
 
     def _send(self, message: dict[str, Any], fds: Sequence[int]) -> None:
@@ -211,15 +217,19 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the keeper still has limits to restore
     connection = socket.socket(fileno=os.dup(0))
-    nvml = Nvml()
+    nvml, held = Nvml(), dict[int, int]()
     connection.send(_READY)
     while True:
-        data, _fds, _flags, _address = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 1)
+        data, fds, _flags, _address = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 1)
         if not data:
             return 0
         message = json.loads(data)
         if "method" in message:
             connection.send(json.dumps(_answer(nvml, message)).encode())
+        elif "hold" in message:
+            held[message["hold"]] = fds[0]
+        else:
+            os.close(held.pop(message["let_go"]))
 
 
 if __name__ == "__main__":

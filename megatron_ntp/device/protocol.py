@@ -24,7 +24,7 @@ from megatron_ntp.device.nvml import PowerLimits
 
 VERSION = 1
 MAX_MESSAGE_BYTES = 1 << 16
-MAX_GPUS, MAX_DOMAINS, MAX_TEXT = 128, 512, 128
+MAX_GPUS, MAX_DOMAINS, MAX_TEXT = 64, 512, 128
 MAX_LIMIT_MW = 100_000_000
 
 

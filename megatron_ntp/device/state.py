@@ -22,6 +22,7 @@ import enum
 import fcntl
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from megatron_ntp.device.nvml import DeviceLayer, PowerLimits, PowerScope
 
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 DRIVER_FOLDER = Path("/sys/module/nvidia")
+RESTORE_CLAIM_TIMEOUT_S = 0.5
 _RECORD, _LOCK = ".json", ".lock"
 
 
@@ -92,14 +94,16 @@ class LimitRecord:
 class Claim:
     """The right to write one GPU's limit: an exclusive lock that dies with its holders.
 
-    The descriptor is also given to the process that calls NVML (NvmlProcess.hold), so that the lock
-    outlives a keeper that is killed while a write of its is still in the driver.
+    The descriptor is also open in the process that calls NVML (`hold`), so that the lock outlives a
+    keeper that is killed while a write of its is still in the driver.
     """
 
     uuid: str
     fd: int
+    layer: DeviceLayer
 
     def release(self) -> None:
+        self.layer.let_go(self.fd)
         os.close(self.fd)
 
 
@@ -109,22 +113,18 @@ class LimitStore:
     def __init__(self, folder: Folder, read_host: Callable[[], HostIdentity]) -> None:
         self.folder, self.read_host = folder, read_host
 
-    def claim(self, uuid: str, job_id: str) -> Claim:
+    def claim(self, layer: DeviceLayer, uuid: str, job_id: str, timeout_s: float) -> Claim:
+        """Waits a little for a holder that is about to go, such as the last attempt's keeper."""
         _check_name(uuid)
         fd = self.folder.open_file(uuid + _LOCK, os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.read(fd, 200).decode(errors="replace").strip()
+        if not _lock(fd, timeout_s):
+            holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
             os.close(fd)
-            raise DeviceError(
-                Fault.BUSY,
-                f"the power limit is in the hands of {holder or 'another process'}",
-                uuid,
-            ) from error
+            raise DeviceError(Fault.BUSY, f"the power limit is in the hands of {holder}", uuid)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"job {job_id} (pid {os.getpid()})\n".encode(), 0)
-        return Claim(uuid, fd)
+        layer.hold(fd)
+        return Claim(uuid, fd, layer)
 
     def read(self, uuid: str) -> LimitRecord | None:
         text = self.folder.read(uuid + _RECORD)
@@ -141,8 +141,8 @@ class LimitStore:
         if record.uuid != uuid:
             raise DeviceError(
                 Fault.REFUSED,
-                f"record {self.folder.path / (uuid + _RECORD)} is about another GPU, {record.uuid}; "
-                "delete it",
+                f"record {self.folder.path / (uuid + _RECORD)} is about another GPU, "
+                f"{record.uuid}; delete it",
             )
         return record
 
@@ -158,6 +158,18 @@ class LimitStore:
         return [
             uuid for uuid in (name.removesuffix(_RECORD) for name in files) if is_gpu_uuid(uuid)
         ]
+
+
+def _lock(fd: int, timeout_s: float) -> bool:
+    give_up_at = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= give_up_at:
+                return False
+        time.sleep(0.02)
 
 
 def _check_name(uuid: str) -> None:
@@ -186,6 +198,7 @@ class Settled:
     found_mw: int | None
     limit_mw: int | None = None
     detail: str = ""
+    fault: Fault | None = None
 
     @property
     def is_over(self) -> bool:
@@ -197,7 +210,7 @@ def settle(layer: DeviceLayer, store: LimitStore, record: LimitRecord) -> Settle
     try:
         settled = _settle(layer, store, record)
     except DeviceError as error:
-        return Settled(record.uuid, Outcome.PENDING, record.found_mw, detail=str(error))
+        return _failed(record.uuid, error, record.found_mw)
     if settled.is_over:
         store.drop(record.uuid)
     return settled
@@ -231,6 +244,11 @@ def _driver_is_new(record: LimitRecord, host: HostIdentity, energy_mj: int | Non
     return record.energy_mj is not None and energy_mj is not None and energy_mj < record.energy_mj
 
 
+def _failed(uuid: str, error: DeviceError, found_mw: int | None = None) -> Settled:
+    outcome = Outcome.BUSY if error.fault is Fault.BUSY else Outcome.PENDING
+    return Settled(uuid, outcome, found_mw, detail=str(error), fault=error.fault)
+
+
 def restore_all(
     layer: DeviceLayer, store: LimitStore, uuids: list[str] | None = None
 ) -> list[Settled]:
@@ -238,18 +256,16 @@ def restore_all(
     results = []
     for uuid in store.recorded_uuids() if uuids is None else uuids:
         try:
-            claim = store.claim(uuid, "power restore")
+            claim = store.claim(layer, uuid, "power restore", RESTORE_CLAIM_TIMEOUT_S)
         except DeviceError as error:
-            outcome = Outcome.BUSY if error.fault is Fault.BUSY else Outcome.PENDING
-            results.append(Settled(uuid, outcome, None, detail=str(error)))
+            results.append(_failed(uuid, error))
             continue
         try:
-            layer.hold(claim.fd)
             record = store.read(uuid)
             if record is not None:
                 results.append(settle(layer, store, record))
         except DeviceError as error:
-            results.append(Settled(uuid, Outcome.PENDING, None, detail=str(error)))
+            results.append(_failed(uuid, error))
         finally:
             claim.release()
     return results

@@ -295,16 +295,23 @@ nvmlReturn_t nvmlDeviceGetMaxClockInfo(nvmlDevice_t device, int type, unsigned *
     return leave(SUCCESS);
 }
 
-nvmlReturn_t nvmlDeviceGetCurrentClocksEventReasons(nvmlDevice_t device,
-                                                    unsigned long long *reasons) {
-    GPU_CALL(device)
+static int read_reasons(nvmlDevice_t device, const char *function, unsigned long long *reasons) {
+    struct fake_gpu *gpu;
+    int code = enter_gpu(function, device, &gpu);
+    if (code)
+        return code;
     *reasons = model_reasons(gpu);
     return leave(SUCCESS);
 }
 
+nvmlReturn_t nvmlDeviceGetCurrentClocksEventReasons(nvmlDevice_t device,
+                                                    unsigned long long *reasons) {
+    return read_reasons(device, __func__, reasons);
+}
+
 nvmlReturn_t nvmlDeviceGetCurrentClocksThrottleReasons(nvmlDevice_t device,
                                                        unsigned long long *reasons) {
-    return nvmlDeviceGetCurrentClocksEventReasons(device, reasons);
+    return read_reasons(device, __func__, reasons);
 }
 
 nvmlReturn_t nvmlDeviceGetTemperature(nvmlDevice_t device, int sensor, unsigned *temperature_c) {
