@@ -1,7 +1,7 @@
 """Every setting of nonuniform TP, declared once: flags, messages and the README's table follow.
 
-A field `ntp_degrees` is the flag `--ntp-degrees`. Values are plain strings and numbers, so that they
-can be kept in a checkpoint's arguments.
+A field `ntp_degrees` is the flag `--ntp-degrees`. Values are plain strings and numbers, so that
+they can be kept in a checkpoint's arguments.
 """
 
 from __future__ import annotations
@@ -73,10 +73,12 @@ class NTPSettings:
     @classmethod
     def from_namespace(cls, args: argparse.Namespace) -> NTPSettings:
         """The settings among Megatron's parsed arguments."""
-        return cls(**{f.name: getattr(args, f.name, f.default) for f in fields(cls)})
+        values: dict[str, Any] = {f.name: getattr(args, f.name, f.default) for f in fields(cls)}
+        return cls(**values)
 
 
 def flag_name(field_name: str) -> str:
+    """`ntp_degrees` -> `--ntp-degrees`."""
     return "--" + field_name.replace("_", "-")
 
 

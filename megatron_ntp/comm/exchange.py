@@ -27,7 +27,7 @@ NUM_SLOTS = 2
 
 @dataclass
 class TrafficCounters:
-    """What one rank did since the last `reset`: read by tests, `rehearse` and the statistics file."""
+    """What one rank did since the last `reset`; for tests, `rehearse` and the statistics."""
 
     exchanges: int = 0
     bytes_sent: int = 0
@@ -64,9 +64,7 @@ class Staging:
     @property
     def nbytes(self) -> int:
         """Bytes held when every slot is in use."""
-        return NUM_SLOTS * sum(
-            numel * dtype.itemsize for (_, dtype), numel in self._numel.items()
-        )
+        return NUM_SLOTS * sum(numel * dtype.itemsize for (_, dtype), numel in self._numel.items())
 
 
 class Exchange:
@@ -104,9 +102,8 @@ class Exchange:
         assert not wrong, f"exchange '{name}' is for {dtype} but got views of {wrong}"
         numels = [sum(v.numel() for v in peer_views.get(peer, ())) for peer in range(group.size())]
         nothing = [0] * group.size()
-        self._send_splits, self._receive_splits = (
-            (numels, nothing) if sends else (nothing, numels)
-        )
+        self._send_splits: list[int] = numels if sends else nothing
+        self._receive_splits: list[int] = nothing if sends else numels
         self.numel = sum(numels)
         staging.reserve("send", dtype, self.numel if sends else 0)
         staging.reserve("receive", dtype, 0 if sends else self.numel)

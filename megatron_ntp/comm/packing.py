@@ -4,9 +4,10 @@ A rank owns some units of a parameter. Modules want them as an ordinary row-majo
 natural order. Gradient sync, optimizer and checkpoints want an order that is the same in every
 replica, whatever its TP degree.
 
-[Sync order] Piece-major: for each piece, for each segment, the block `[outer, units, inner]` of that
-piece. A piece is a contiguous run of the flat sync order, so it is sent, received and stored without
-looking inside. With one piece, or one segment of `outer == 1`, sync order is natural order.
+[Sync order] Piece-major: for each piece, for each segment, the block `[outer, units, inner]` of
+that piece. A piece is a contiguous run of the flat sync order, so it is sent, received and stored
+without looking inside. With one piece, or one segment of `outer == 1`, sync order is natural
+order.
 """
 
 from __future__ import annotations

@@ -30,8 +30,10 @@ def add_megatron_arguments(
 def validate_args(
     original: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any
 ) -> Any:
-    """Wraps `megatron.training.arguments.validate_args`: checks the job, then validates it as the
-    healthy one it stands for."""
+    """Wraps `megatron.training.arguments.validate_args`.
+
+    Checks the job, then validates it as the healthy one it stands for.
+    """
     settings = NTPSettings.from_namespace(args)
     if not settings.ntp:
         return original(args, *rest, **kwargs)
@@ -46,9 +48,7 @@ def validate_args(
     # Megatron derives some settings (gradient type, sequence parallelism) while it validates.
     refuse_unsupported(args)
     context.activate(
-        context.NTPContext(
-            settings=settings, topology=topology, global_rank=args.rank, plan=plan
-        )
+        context.NTPContext(settings=settings, topology=topology, global_rank=args.rank, plan=plan)
     )
     return result
 
@@ -109,9 +109,9 @@ def _num_replicas(world_size: int, nominal_tp: int, failed: tuple[tuple[int, int
     healthy = world_size + len(set(failed))
     if healthy % nominal_tp:
         raise PlanWorldError(
-            f"{world_size} processes and {len(set(failed))} failed slots do not make whole replicas "
-            f"of {nominal_tp} slots (--tensor-model-parallel-size). Say which replicas are reduced "
-            f"with --ntp-degrees or --ntp-failed, or start another number of processes"
+            f"{world_size} processes and {len(set(failed))} failed slots do not make whole "
+            f"replicas of {nominal_tp} slots (--tensor-model-parallel-size). Say which replicas "
+            "are reduced with --ntp-degrees or --ntp-failed, or start another number of processes"
         )
     return healthy // nominal_tp
 

@@ -1,11 +1,11 @@
 """Microbatches and samples of replicas that do not all run the same number.
 
-A global batch of M microbatches is dealt out in rounds: in round i every replica that runs more than
-i microbatches takes the next one, in DP order. With equal shares this is Megatron's own order of
-samples; with any shares each sample of the batch is used by exactly one replica.
+A global batch of M microbatches is dealt out in rounds: in round i every replica that runs more
+than i microbatches takes the next one, in DP order. With equal shares this is Megatron's own order
+of samples; with any shares each sample of the batch is used by exactly one replica.
 
-`get_num_microbatches` stays nominal everywhere; only the training schedule of a replica is given its
-own number. Evaluation is dealt out evenly, as in Megatron.
+`get_num_microbatches` stays nominal everywhere; only the training schedule of a replica is given
+its own number. Evaluation is dealt out evenly, as in Megatron.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_ntp.integration import context
 from megatron_ntp.plan.batch import BatchPolicy, BatchShares
 
 
-class SharedBatchSampler(MegatronPretrainingSampler):  # type: ignore[misc]
+class SharedBatchSampler(MegatronPretrainingSampler):
     """Yields the sample indices of this replica's next microbatch of the shared global batch.
 
     Made from Megatron's sampler of the training data by `build_pretraining_data_loader`.

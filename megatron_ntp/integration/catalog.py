@@ -14,15 +14,22 @@ _HERE = "megatron_ntp.integration"
 
 
 def _row(
-    target: str, replacement: str, reason: str, params: tuple[str, ...], exact: bool = False
+    target: str,
+    replacement: str,
+    reason: str,
+    *expected: Expected | tuple[str, ...],
+    exact: bool = False,
 ) -> Patch:
+    """One row; `expected` as parameter names, or per version where they differ."""
     return Patch(
         name=target.partition(":")[2],
         target=target,
         replacement=f"{_HERE}.{replacement}",
         reason=reason,
         versions=TESTED,
-        signature=(Expected(params, exact=exact),),
+        signature=tuple(
+            item if isinstance(item, Expected) else Expected(item, exact=exact) for item in expected
+        ),
     )
 
 
@@ -94,8 +101,8 @@ ROWS: tuple[Patch, ...] = (
         "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy",
         "tensor_parallel:vocab_parallel_cross_entropy",
         "finds targets in uneven and scattered vocabulary shards",
-        ("vocab_parallel_logits", "target", "label_smoothing", "tp_group"),
-        exact=True,
+        Expected(("vocab_parallel_logits", "target", "label_smoothing"), "<0.19", exact=True),
+        Expected(("vocab_parallel_logits", "target", "label_smoothing", "tp_group"), exact=True),
     ),
     _row(
         "megatron.core.tensor_parallel.utils:VocabUtility.vocab_range_from_per_partition_vocab_size",

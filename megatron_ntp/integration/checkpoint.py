@@ -4,9 +4,10 @@ A checkpoint holds full parameters and full optimizer state, in Megatron's own k
 into the sync shards of core ranks. Plain Megatron at any TP degree and any nonuniform job read it.
 Extra ranks neither write nor read; after a load they get their parameters by post-sync.
 
-[One factory] Megatron builds optimizer entries by putting optimizer tensors into the model's entries.
-So one `ShardedTensorFactory` per TP parameter serves both. Optimizer tensors are in sync order;
-the parameter itself is recognised by identity and converted first (sync_model, [Layout of q]).
+[One factory] Megatron builds optimizer entries by putting optimizer tensors into the model's
+entries. So one `ShardedTensorFactory` per TP parameter serves both. Optimizer tensors are in sync
+order; the parameter itself is recognised by identity and converted first (sync_model, [Layout of
+q]).
 """
 
 from __future__ import annotations
@@ -105,7 +106,9 @@ class _ShardWriter:
         shape[self._dim] //= self._outer
         return tuple(shape)
 
-    def _sharded_tensor(self, key: str, block: Tensor, index: int, replica_id: Any) -> ShardedTensor:
+    def _sharded_tensor(
+        self, key: str, block: Tensor, index: int, replica_id: Any
+    ) -> ShardedTensor:
         sp, prepended = self.sp, self.template.prepend_axis_num
         assert sp.layout is not None and sp.packing is not None and sp.shard_packing is not None
         width = self._kind.unit_width(sp.compute.shape, sp.packing.num_units)
@@ -180,10 +183,10 @@ def check_optimizer_format(metadata: Any) -> None:
     kind = (metadata or {}).get("distrib_optim_sharding_type")
     if kind not in (None, "fully_reshardable"):
         raise NTPError(
-            f"the checkpoint holds distributed optimizer state in the format '{kind}', which cannot "
-            "be read at another TP degree. Resume once at the TP and PP it was saved with, without "
-            "--ntp, and save with --dist-ckpt-optim-fully-reshardable; or give up the optimizer "
-            "state with --no-load-optim"
+            f"the checkpoint holds distributed optimizer state in the format '{kind}', which "
+            "cannot be read at another TP degree. Resume once at the TP and PP it was saved with, "
+            "without --ntp, and save with --dist-ckpt-optim-fully-reshardable; or give up the "
+            "optimizer state with --no-load-optim"
         )
 
 

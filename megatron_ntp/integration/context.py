@@ -67,10 +67,12 @@ def activate(context: NTPContext | None) -> None:
 
 
 def current() -> NTPContext | None:
+    """This process's job, or None without --ntp."""
     return _current
 
 
 def require() -> NTPContext:
+    """This process's job, for code that only runs with --ntp."""
     if _current is None:
         raise NTPError(
             "this rank has no nonuniform TP job: --ntp was given, but Megatron's validate_args did "

@@ -114,8 +114,12 @@ _PARTIAL = re.compile(r"decoder\.layers\.\d+\.self_attention\.(q|k)_layernorm\.(
 
 @dataclass(frozen=True)
 class ParamRole:
-    """How NTP treats one parameter: `kind` of a TP parameter (else replicated), and whether a
-    replicated one has gradients that are partial sums over the TP group."""
+    """How NTP treats one parameter.
+
+    Attributes:
+        kind: what a TP parameter is made of; None if it is replicated.
+        tp_partial: a replicated one's gradients are partial sums over the TP group.
+    """
 
     kind: ParamKind | None
     tp_partial: bool = False
@@ -126,6 +130,7 @@ def classify(name: str, param: torch.nn.Parameter, gated: bool) -> ParamRole:
 
     Args:
         name: as in `GPTModel.named_parameters()`.
+        param: the parameter itself.
         gated: whether the MLP is gated (`gated_linear_unit`).
 
     Raises:
@@ -141,13 +146,13 @@ def classify(name: str, param: torch.nn.Parameter, gated: bool) -> ParamRole:
         return ParamRole(None, tp_partial=True)
     raise NTPError(
         f"parameter '{name}' {tuple(param.shape)} is not one that nonuniform TP can cut exactly: "
-        "the model has a layer that --ntp does not support (supported: GPT with attention and dense "
-        "MLP). Train it without --ntp"
+        "the model has a layer that --ntp does not support (supported: GPT with attention and "
+        "dense MLP). Train it without --ntp"
     )
 
 
 def layer_of(name: str) -> str:
-    """The reshard unit a parameter belongs to: its layer, or what precedes or follows the layers."""
+    """The layer of a parameter, or "embedding" and "output" before and after the layers."""
     match = re.match(r"decoder\.layers\.(\d+)\.", name)
     if match:
         return f"layer {match.group(1)}"

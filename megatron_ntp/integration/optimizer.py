@@ -27,7 +27,7 @@ _MISSING = -1.0
 """Stands for None in the answers: norms and counts are never negative."""
 
 
-class NTPOptimizer(ChainedOptimizer):  # type: ignore[misc]
+class NTPOptimizer(ChainedOptimizer):
     """What Megatron's optimizer object becomes under nonuniform TP.
 
     Whatever reads or writes parameters as flat shards runs while they are in sync order.
@@ -109,8 +109,10 @@ class NTPOptimizer(ChainedOptimizer):  # type: ignore[misc]
 def get_megatron_optimizer(
     original: Callable[..., Any], config: Any, model_chunks: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wraps `megatron.core.optimizer.get_megatron_optimizer`. All ranks of the job call it at once:
-    Megatron gathers parameter groups over the whole job."""
+    """Wraps `megatron.core.optimizer.get_megatron_optimizer`.
+
+    All ranks of the job call it at once: Megatron gathers parameter groups over the whole job.
+    """
     ntp = context.current()
     if ntp is None or ntp.plan is None:
         return original(config, model_chunks, *args, **kwargs)

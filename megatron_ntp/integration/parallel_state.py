@@ -1,9 +1,9 @@
 """Megatron's process groups for a job whose replicas have different TP degrees.
 
-Replaces `megatron.core.parallel_state.initialize_model_parallel`. The groups of one replica (TP, PP,
-model parallel, embeddings) have the replica's own size. Whatever runs across replicas (DP, optimizer
-statistics) holds core ranks only; an extra rank is alone in its group of those kinds and answers
-questions about its DP rank through Megatron's override variables.
+Replaces `megatron.core.parallel_state.initialize_model_parallel`. The groups of one replica (TP,
+PP, model parallel, embeddings) have the replica's own size. Whatever runs across replicas (DP,
+optimizer statistics) holds core ranks only; an extra rank is alone in its group of those kinds and
+answers questions about its DP rank through Megatron's override variables.
 """
 
 from __future__ import annotations

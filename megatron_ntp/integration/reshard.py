@@ -21,10 +21,12 @@ FlatOf = Callable[[Parameter], Tensor]
 
 
 def flat_data(param: Parameter) -> Tensor:
+    """A parameter's data, flat."""
     return param.data.view(-1)
 
 
 def flat_grad(param: Parameter) -> Tensor:
+    """A parameter's accumulated gradient, flat."""
     grad: Tensor = param.main_grad
     return grad.view(-1)
 

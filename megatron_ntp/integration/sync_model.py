@@ -80,7 +80,7 @@ class SyncParam:
             self.compute.main_grad = self.sync.main_grad.view(-1)[:numel].view(shape)
 
     def sync_order(self, flat: Tensor) -> Tensor:
-        """q's data in sync order, from q's flat data as it is between steps (copied if needed)."""
+        """Sync order of q's flat data, given as it is between steps (copied only if needed)."""
         if not self.is_repacked:
             return flat
         assert self.packing is not None

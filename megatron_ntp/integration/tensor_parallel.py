@@ -1,8 +1,9 @@
 """Uneven tensor-parallel layers and mappings.
 
-`ColumnParallelLinear`, `RowParallelLinear` and `VocabParallelEmbedding` given a size that TP does not
-divide split it into balanced parts: each rank builds the layer for its own part times the TP degree,
-so Megatron's own division gives that part. The mappings split, gather and reduce-scatter such parts.
+`ColumnParallelLinear`, `RowParallelLinear` and `VocabParallelEmbedding` given a size that TP does
+not divide split it into balanced parts: each rank builds the layer for its own part times the TP
+degree, so Megatron's own division gives that part. The mappings split, gather and reduce-scatter
+such parts.
 
 [Rows] The vocabulary of the model follows the plan. On a replica with extra ranks, ranks own
 scattered rows; token ids and targets go through one table that renumbers rows so that each rank's
@@ -103,9 +104,7 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Wraps `vocab_parallel_cross_entropy`: logits of uneven vocabulary shards.
 
-    Args:
-        vocab_parallel_logits: `[..., rows of this rank]`.
-        target: logical token ids, `[...]`.
+    Logits are `[..., rows of this rank]`, targets logical token ids `[...]`.
     """
     group = _tp_group(tp_group)
     num_local = vocab_parallel_logits.size(-1)
@@ -114,8 +113,10 @@ def vocab_parallel_cross_entropy(
         raise NTPError("label smoothing assumes equal vocabulary shards, which --ntp cuts unevenly")
     start = sum(sizes[: group.rank()])
     with _vocab_range(start, start + num_local):
+        # Up to 0.18 there is no group to choose: it is the TP group.
+        given = {} if tp_group is None else {"tp_group": tp_group}
         return original(
-            vocab_parallel_logits, model_rows(target, num_rows), label_smoothing, tp_group
+            vocab_parallel_logits, model_rows(target, num_rows), label_smoothing, **given
         )
 
 
@@ -129,8 +130,8 @@ def _vocab_sizes(num_local: int, group: Any) -> tuple[Sequence[int], int]:
         sizes = ntp.layout("vocab").sizes(ntp.degree)
         if sizes[group.rank()] == num_local:
             return sizes, sum(sizes)
-    sizes = _gather_sizes(num_local, group)
-    return sizes, sum(sizes)
+    gathered = _gather_sizes(num_local, group)
+    return gathered, sum(gathered)
 
 
 _vocab_range_override: list[tuple[int, int]] = []
