@@ -13,6 +13,10 @@ class NTPError(RuntimeError):
     """Base of the errors raised while a job runs."""
 
 
+class StartError(NTPError):
+    """A rank cannot start to train: a rank is missing, or its Megatron is not what it must be."""
+
+
 class PlanError(ValueError):
     """Base of the errors raised while a plan is made, read or checked."""
 
@@ -63,3 +67,7 @@ class PlanBatchError(PlanError):
 
 class PlanLookupError(PlanError):
     """A degree, rank, slot or family was asked for that the plan does not have."""
+
+
+class UnsupportedFlagError(PlanError):
+    """A flag of Megatron, or of NTP, cannot be used with the others."""

@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron_ntp.errors import NTPError
+from megatron_ntp.errors import StartError
 
 _POLL_S = 0.05
 
@@ -47,7 +47,7 @@ def create_groups(
     for kind, groups in kinds.items():
         members = sorted(member for ranks in groups for member in ranks)
         assert members == list(range(dist.get_world_size())), (
-            f"groups of kind '{kind}' must hold each of {dist.get_world_size()} ranks once: {groups}"
+            f"groups of kind '{kind}' must hold each rank of the job once: {groups}"
         )
         for ranks in groups:
             group = dist.new_group(
@@ -67,36 +67,49 @@ def check_in(
 ) -> None:
     """Waits until every rank came and holds the same plan; uses the store only, no collective.
 
+    Every rank comes to the same verdict in the same words, so that one of them need be shown.
+
     Args:
         store: the job's rendezvous store.
+        rank: this rank's global rank.
+        world_size: number of ranks that must come.
         entries: what the plan consists of, as (name, value), in one order.
+        timeout_s: how long to wait for them.
 
     Raises:
-        NTPError: ranks missing after `timeout_s` (named), or with another plan (ranks and the first
-            entry that differs named).
+        StartError: ranks missing after `timeout_s` (named), or with another plan than most (ranks
+            and the first entry that differs named).
     """
     keys = [f"ntp/check-in/{other}" for other in range(world_size)]
-    store.set(keys[rank], json.dumps([list(entry) for entry in entries]))
-    missing = _wait_for_keys(store, keys, timeout_s)
+    try:
+        store.set(keys[rank], json.dumps([list(entry) for entry in entries]))
+        missing = _wait_for_keys(store, keys, timeout_s)
+        plans = [] if missing else [store.get(key).decode() for key in keys]
+    except RuntimeError as error:  # torch's store errors derive from it
+        raise StartError(
+            f"rank {rank} lost the rendezvous store while it waited for the others ({error}). The "
+            "process that holds it, torchrun or rank 0, ended: look for the first error in its log"
+        ) from error
     if missing:
-        raise NTPError(
-            f"rank {rank}: ranks {_list(missing)} of {world_size} did not start within "
-            f"{timeout_s:g} s. Look at their logs and nodes; if they are only slow to start, raise "
-            "--ntp-start-timeout"
+        raise StartError(
+            f"{_ranks(missing)} of {world_size} did not start within {timeout_s:g} s. Look at "
+            "their logs and nodes; if they are only slow to start, raise --ntp-start-timeout"
         )
-    differing = []
-    first = ""
-    mine = [tuple(entry) for entry in entries]
-    for other, key in enumerate(keys):
-        theirs = [tuple(entry) for entry in json.loads(store.get(key))]
-        if theirs != mine:
-            differing.append(other)
-            first = first or _first_difference(mine, theirs)
-    if differing:
-        raise NTPError(
-            f"rank {rank}: ranks {_list(differing)} were started with another plan than this rank; "
-            f"first difference: {first}. Start every rank with the same flags and plan file"
-        )
+    _compare(plans)
+
+
+def _compare(plans: Sequence[str]) -> None:
+    """Raises unless all ranks checked in with the same plan. What most ranks hold is the norm."""
+    norm = max(plans, key=plans.count)
+    usual = [rank for rank, plan in enumerate(plans) if plan == norm]
+    others = [rank for rank, plan in enumerate(plans) if plan != norm]
+    if not others:
+        return
+    first = _first_difference(json.loads(norm), usual[0], json.loads(plans[others[0]]), others[0])
+    raise StartError(
+        f"the plan of {_ranks(others)} is not that of {_ranks(usual)}; first difference: {first}. "
+        "Start every rank with the same flags and plan file"
+    )
 
 
 def _wait_for_keys(store: dist.Store, keys: Sequence[str], timeout_s: float) -> list[int]:
@@ -111,15 +124,18 @@ def _wait_for_keys(store: dist.Store, keys: Sequence[str], timeout_s: float) -> 
         time.sleep(_POLL_S)
 
 
-def _first_difference(mine: list[tuple[str, ...]], theirs: list[tuple[str, ...]]) -> str:
-    for (name, value), (other_name, other_value) in zip(mine, theirs, strict=False):
+def _first_difference(
+    plan: Sequence[Sequence[str]], rank: int, other: Sequence[Sequence[str]], other_rank: int
+) -> str:
+    for (name, value), (other_name, other_value) in zip(plan, other, strict=False):
         if name != other_name:
-            return f"entry '{name}' here, '{other_name}' there"
+            return f"entry '{name}' on rank {rank}, '{other_name}' on rank {other_rank}"
         if value != other_value:
-            return f"{name} is {value} here, {other_value} there"
-    return f"{len(mine)} entries here, {len(theirs)} there"
+            return f"{name} is {value} on rank {rank}, {other_value} on rank {other_rank}"
+    return f"{len(plan)} entries on rank {rank}, {len(other)} on rank {other_rank}"
 
 
-def _list(ranks: Sequence[int], most: int = 8) -> str:
+def _ranks(ranks: Sequence[int], most: int = 8) -> str:
     shown = ", ".join(map(str, ranks[:most]))
-    return shown if len(ranks) <= most else f"{shown} and {len(ranks) - most} more"
+    rest = f" and {len(ranks) - most} more" if len(ranks) > most else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{rest}"

@@ -19,6 +19,7 @@ from torch.nn import Module, Parameter
 from megatron_ntp.errors import NTPError
 from megatron_ntp.integration import context
 from megatron_ntp.integration.grad_sync import GradSync
+from megatron_ntp.integration.install import verify_installed
 from megatron_ntp.integration.param_sync import ParamSync
 from megatron_ntp.integration.reshard import Resharder
 from megatron_ntp.integration.sync_model import ReshardGroup, SyncModel, SyncParam
@@ -28,7 +29,7 @@ _MIN_BUCKET_NUMEL = 40_000_000
 _BUCKET_NUMEL_PER_REPLICA = 1_000_000
 
 
-class NTPBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
+class NTPBucketGroup(_ParamAndGradBucketGroup):
     """A bucket group whose parameters become ready only once their pieces have arrived."""
 
     ntp_grads: GradSync
@@ -44,7 +45,7 @@ class NTPBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         super().register_grad_ready(param)
 
 
-class NTPDistributedDataParallel(DistributedDataParallel):  # type: ignore[misc]
+class NTPDistributedDataParallel(DistributedDataParallel):
     """DDP of one model chunk under nonuniform TP. Made from a built DDP by `attach`."""
 
     ntp_model: SyncModel
@@ -136,10 +137,13 @@ def ddp_init(
     if ntp is None or ntp.plan is None:
         original(self, config, ddp_config, module, *args, **kwargs)
         return
+    verify_installed()
     # A layout that was computed from compute parameters does not fit; DDP computes its own.
     kwargs.pop("full_param_layout", None)
-    group_numel = ntp.settings.ntp_bucket_size or ddp_config.bucket_size or max(
-        _MIN_BUCKET_NUMEL, _BUCKET_NUMEL_PER_REPLICA * ntp.topology.num_replicas
+    group_numel = (
+        ntp.settings.ntp_bucket_size
+        or ddp_config.bucket_size
+        or max(_MIN_BUCKET_NUMEL, _BUCKET_NUMEL_PER_REPLICA * ntp.topology.num_replicas)
     )
     model = SyncModel(_gpt_model(module), ntp, group_numel)
     with model.sync_view():
@@ -180,9 +184,9 @@ def attach(ddp: Any, model: SyncModel) -> None:
 def _weight_by_microbatches(ddp: Any, ntp: context.NTPContext) -> None:
     """Weighs this replica's gradients by its share of the step's microbatches.
 
-    Megatron averages over a replica's own microbatches and then over replicas, 1 / (m_r R); the mean
-    over all samples is 1 / M, so a replica is weighted m_r R / M. Per-token loss sums instead and
-    divides by all tokens later, which is right as it is.
+    Megatron averages over a replica's own microbatches and then over replicas, 1 / (m_r R); the
+    mean over all samples is 1 / M, so a replica is weighted m_r R / M. Per-token loss sums instead
+    and divides by all tokens later, which is right as it is.
     """
     assert ntp.batch is not None
     share = ntp.batch.shares[ntp.rank.dp_rank]

@@ -1,7 +1,7 @@
 """Megatron flags that nonuniform TP refuses, by name, before anything starts.
 
-A flag is refused while it is not known to be exact. The list names features; what a model is made of
-is checked again, parameter by parameter, when it is built (integration.model).
+A flag is refused while it is not known to be exact. The list names features; what a model is made
+of is checked again, parameter by parameter, when it is built (integration.model).
 """
 
 from __future__ import annotations
@@ -11,21 +11,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ntp.errors import UnsupportedFlagError
+
 
 @dataclass(frozen=True)
 class Refusal:
     """One argument of Megatron and the values that are refused.
 
-    `hits(value)` decides. An argument that the installed Megatron lacks is skipped.
+    `hits(value)` decides. An argument that the installed Megatron lacks is skipped. `spelled` is
+    the flag that sets it, where that is not the argument's own name.
     """
 
     argument: str
     hits: Callable[[Any], bool]
     why: str
+    spelled: str = ""
 
     @property
     def flag(self) -> str:
-        return "--" + self.argument.replace("_", "-")
+        return self.spelled or "--" + self.argument.replace("_", "-")
 
 
 def _on(value: Any) -> bool:
@@ -48,7 +52,6 @@ _UNTESTED = "it is not known to be exact with --ntp"
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal("pipeline_model_parallel_size", _above_one, _LATER),
-    Refusal("virtual_pipeline_model_parallel_size", _above_one, _LATER),
     Refusal("context_parallel_size", _above_one, _LATER),
     Refusal("sequence_parallel", _on, _LATER),
     Refusal("hybrid_context_parallel", _on, _LATER),
@@ -70,15 +73,17 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("optimizer_cpu_offload", _on, _BUFFERS),
     Refusal("overlap_param_gather_with_optimizer_step", _on, _BUFFERS),
     Refusal("num_distributed_optimizer_instances", _above_one, _GROUPS),
-    Refusal("fp8", _on, "fp8 scales are kept per tensor-parallel rank"),
-    Refusal("fp4", _on, "fp4 scales are kept per tensor-parallel rank"),
+    Refusal("fp8", _on, "fp8 scales are kept per tensor-parallel rank", "--fp8-format"),
+    Refusal("fp4", _on, "fp4 scales are kept per tensor-parallel rank", "--fp4-format"),
+    Refusal("te_precision_config_file", _on, "it may turn on fp8 or fp4"),
     Refusal("fp8_param_gather", _on, _BUFFERS),
     Refusal("use_megatron_fsdp", _on, _BUFFERS),
-    Refusal("use_custom_fsdp", _on, _BUFFERS),
     Refusal("use_torch_fsdp2", _on, _BUFFERS),
-    Refusal("nccl_ub", _on, _BUFFERS),
-    Refusal("reduce_scatter_with_fp32_accumulation", _on, _UNTESTED),
-    Refusal("gtp_weight_remat_size", _above_one, _GROUPS),
+    Refusal("nccl_ub", _on, _BUFFERS, "--use-nccl-ub"),
+    Refusal("ddp_reduce_scatter_with_fp32_accumulation", _on, _UNTESTED),
+    Refusal("ddp_param_name_patterns_for_fp32_local_accumulation", _on, _BUFFERS),
+    Refusal("use_layer_wise_param_layout", _on, _BUFFERS),
+    Refusal("gtp_weight_remat_size", _above_one, _GROUPS, "--tensor-parallel-num-weight-shards"),
     Refusal("use_sharp", _on, _GROUPS),
     Refusal("nccl_communicator_config_path", _on, _GROUPS),
     Refusal("high_priority_stream_groups", _on, _GROUPS),
@@ -90,9 +95,15 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("yaml_cfg", _on, "NTP reads Megatron's command line only"),
     Refusal("cross_entropy_loss_fusion", _on, "the fused loss assumes equal vocabulary shards"),
     Refusal("tp_comm_overlap", _on, "its buffers assume equal shards"),
+    Refusal("symmetric_ar_type", _on, _UNTESTED),
+    Refusal("distribute_saved_activations", _on, "it cuts activations into equal shards"),
+    Refusal("cpu_offloading_num_layers", _on, _UNTESTED),
+    Refusal("fine_grained_activation_offloading", _on, _UNTESTED),
+    Refusal("use_kitchen_attention", _on, _UNTESTED),
     Refusal("enable_cuda_graph", _on, _UNTESTED),
     Refusal("external_cuda_graph", _on, _UNTESTED),
     Refusal("cuda_graph_impl", _not_in(None, "none"), _UNTESTED),
+    Refusal("optimizer_cuda_graph", _on, _UNTESTED),
     Refusal("use_cpu_initialization", _on, "it cuts the initial weights into equal shards"),
     Refusal("init_model_with_meta_device", _on, _UNTESTED),
     Refusal("defer_embedding_wgrad_compute", _on, _UNTESTED),
@@ -111,16 +122,20 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("ckpt_fully_parallel_load", _on, "extra ranks are alone in their DP group and hang"),
     Refusal("non_persistent_ckpt_type", _on, "local checkpoints cannot be cut differently"),
     Refusal("ckpt_convert_format", _on, _UNTESTED),
+    Refusal("use_mp_args_from_checkpoint_args", _on, "it would change the TP degree of the plan"),
     Refusal("full_validation", _on, _UNTESTED),
+    Refusal("freeze_all_layers", _on, _UNTESTED),
+    Refusal("sft", _on, _UNTESTED),
+    Refusal("logits_load_dir", _on, _UNTESTED),
+    Refusal("logits_save_dir", _on, _UNTESTED),
     Refusal("skip_train", _on, "there is nothing to train"),
     Refusal("perform_rl_step", _on, _UNTESTED),
     Refusal("dataloader_type", _not_in(None, "single"), "its order of samples is not covered"),
     Refusal("save_wgrads_interval", _on, _UNTESTED),
+    Refusal("save_dgrads_interval", _on, _UNTESTED),
+    Refusal("save_params_interval", _on, _UNTESTED),
+    Refusal("save_activations_interval", _on, _UNTESTED),
 )
-
-
-class UnsupportedFlagError(ValueError):
-    """A flag of Megatron cannot be combined with --ntp."""
 
 
 def refuse_unsupported(args: argparse.Namespace) -> None:
@@ -148,12 +163,14 @@ def _combinations(args: argparse.Namespace) -> list[str]:
         and not args.no_save_optim
     ):
         found.append(
-            "  --save with --use-distributed-optimizer: the default optimizer format cannot be read "
-            "at another TP degree; add --dist-ckpt-optim-fully-reshardable"
+            "  --save with --use-distributed-optimizer: the default optimizer format cannot be "
+            "read at another TP degree; add --dist-ckpt-optim-fully-reshardable"
         )
     if args.ntp_batch_policy not in (None, "keep"):
         if args.rampup_batch_size:
             found.append("  --rampup-batch-size with --ntp-batch-policy other than keep")
+        if getattr(args, "step_batch_size_schedule", None):
+            found.append("  --step-batch-size-schedule with --ntp-batch-policy other than keep")
         if args.ntp_batch_policy == "shrink" and args.train_samples:
             found.append("  --train-samples with --ntp-batch-policy shrink: use --train-iters")
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from megatron.training import get_args
 
 from megatron_ntp.comm.groups import check_in
-from megatron_ntp.errors import NTPError, PlanBatchError
+from megatron_ntp.errors import PlanBatchError, StartError
 from megatron_ntp.integration import context
 from megatron_ntp.plan.batch import BatchPolicy
 from megatron_ntp.plan.model import ModelDims
@@ -85,16 +86,32 @@ def initialize_distributed(original: Callable[..., None], *args: Any, **kwargs: 
 
 
 def _rendezvous(ntp: context.NTPContext, world_size: int) -> dist.Store:
-    """The store that `init_process_group` would make from MASTER_ADDR and MASTER_PORT."""
-    timeout = timedelta(seconds=ntp.settings.ntp_start_timeout)
+    """The store that `init_process_group` would make from MASTER_ADDR and MASTER_PORT.
+
+    Where rank 0 keeps it (no torchrun), torch would have rank 0 wait for the others in there, and
+    report their number only; here the check-in waits for them, and names them.
+    """
+    timeout_s = ntp.settings.ntp_start_timeout
+    timeout = timedelta(seconds=timeout_s)
     try:
-        store, _, _ = next(
-            dist.rendezvous("env://", ntp.global_rank, world_size, timeout=timeout)
-        )
-    except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
-        raise NTPError(
-            f"rank {ntp.global_rank}: the rendezvous store (MASTER_ADDR, MASTER_PORT; rank 0 holds "
-            f"it) did not answer within {ntp.settings.ntp_start_timeout:g} s: {error}. Look at rank "
-            "0's log and node"
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store, _, _ = next(
+                dist.rendezvous("env://", ntp.global_rank, world_size, timeout=timeout)
+            )
+        else:
+            store = dist.TCPStore(
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                world_size,
+                is_master=ntp.global_rank == 0,
+                timeout=timeout,
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+    except (RuntimeError, ValueError, KeyError) as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise StartError(
+            f"the rendezvous store at {address} (MASTER_ADDR, MASTER_PORT) did not answer within "
+            f"{timeout_s:g} s. Rank 0, or torchrun on its node, keeps it: look at its log and node"
         ) from error
     return dist.PrefixStore("default_pg", store)

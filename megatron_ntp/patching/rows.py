@@ -13,13 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from megatron_ntp.errors import NTPError
+from megatron_ntp.errors import StartError
 from megatron_ntp.patching.versions import in_range
 
 MARKER = "__ntp_patch__"
 
 
-class PatchError(NTPError):
+class PatchError(StartError):
     """A patch cannot be applied or undone. Nothing was changed."""
 
 

@@ -1,0 +1,57 @@
+"""What a person sees when a rank cannot start: one message, without a traceback.
+
+The errors reported here say all there is to say: rule, values, ranks and cure. Most of them come
+from flags and plans that all ranks share, so all ranks hit them, and one rank speaks for the job.
+Every rank still ends with a failure. Other errors keep their traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from types import TracebackType
+
+from megatron_ntp.errors import PlanError, StartError
+
+STATUS = 2
+
+# A launcher kills the job when the first rank ends: leave the rank that speaks time to do so.
+_SILENT_WAIT_S = 0.5
+
+
+def report(error: BaseException) -> bool:
+    """Prints a start-up error, from one rank of those that have the same one.
+
+    Returns:
+        whether it is such an error; for any other nothing is printed.
+    """
+    if not isinstance(error, PlanError | StartError):
+        return False
+    from megatron_ntp.comm.report import claim
+
+    text = f"megatron-ntp: error: {error}"
+    rank = os.environ.get("RANK")
+    if claim(text):
+        sys.stdout.flush()
+        suffix = f"\n  (reported by rank {rank}; the job stops)" if rank else ""
+        print(text + suffix, file=sys.stderr, flush=True)
+    else:
+        time.sleep(_SILENT_WAIT_S)
+    return True
+
+
+def install_excepthook() -> None:
+    """Makes uncaught start-up errors of this process end in `report`.
+
+    For a script that plain Python started, in a patched checkout; `megatron-ntp run` catches them.
+    """
+    before = sys.excepthook
+
+    def hook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        if not report(error):
+            before(kind, error, traceback)
+
+    sys.excepthook = hook
