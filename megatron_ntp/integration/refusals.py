@@ -82,7 +82,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("nccl_ub", _on, _BUFFERS, "--use-nccl-ub"),
     Refusal("ddp_reduce_scatter_with_fp32_accumulation", _on, _UNTESTED),
     Refusal("ddp_param_name_patterns_for_fp32_local_accumulation", _on, _BUFFERS),
-    Refusal("use_layer_wise_param_layout", _on, _BUFFERS),
     Refusal("gtp_weight_remat_size", _above_one, _GROUPS, "--tensor-parallel-num-weight-shards"),
     Refusal("use_sharp", _on, _GROUPS),
     Refusal("nccl_communicator_config_path", _on, _GROUPS),
