@@ -13,6 +13,7 @@ exchanges of a direction are under way, and the caller finishes number k before 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -27,14 +28,20 @@ NUM_SLOTS = 2
 
 @dataclass
 class TrafficCounters:
-    """What one rank did since the last `reset`; for tests, `rehearse` and the statistics."""
+    """What one rank did since the last `reset`; for tests, `rehearse` and the statistics.
+
+    `blocked_s` is the time that the training thread spent in `Exchange.start` and `finish`: copies
+    and waits that nothing covered. On GPU both only enqueue, so it is the launch overhead there.
+    """
 
     exchanges: int = 0
     bytes_sent: int = 0
     tp_sums: int = 0
+    blocked_s: float = 0.0
 
     def reset(self) -> None:
         self.exchanges = self.bytes_sent = self.tp_sums = 0
+        self.blocked_s = 0.0
 
 
 @dataclass
@@ -118,6 +125,7 @@ class Exchange:
     def start(self, slot: int) -> None:
         """Copies this rank's pieces in and starts the collective, without waiting for it."""
         assert self._work is None, f"exchange '{self.name}' is already under way"
+        began = time.perf_counter()
         self._slot = slot
         if self._sends and self._views:
             torch._foreach_copy_(self._staged_views(slot), self._views)
@@ -131,10 +139,12 @@ class Exchange:
         )
         self._counters.exchanges += 1
         self._counters.bytes_sent += self.sent_nbytes
+        self._counters.blocked_s += time.perf_counter() - began
 
     def finish(self) -> None:
         """Waits (on the current stream where the backend has streams) and copies pieces out."""
         assert self._work is not None, f"exchange '{self.name}' was not started"
+        began = time.perf_counter()
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -147,6 +157,7 @@ class Exchange:
         self._work = None
         if not self._sends and self._views:
             torch._foreach_copy_(self._views, self._staged_views(self._slot))
+        self._counters.blocked_s += time.perf_counter() - began
 
     def _buffer(self, name: str, slot: int) -> Tensor:
         numel = self.numel if (name == "send") == self._sends else 0
