@@ -3,10 +3,11 @@
 
 BIN := .venv/bin
 READY := .venv/.ready
+CORES := 0.17.1 0.18.2
 TESTS ?= tests
 
 .DEFAULT_GOAL := help
-.PHONY: help rehearse test lint types format bench venv clean
+.PHONY: help rehearse test lint types format bench cores venv clean
 
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1\t/' | expand -t 14
@@ -30,6 +31,11 @@ format: $(READY)  ## put the code in the project's format
 
 bench: $(READY)  ## measure resharding against parameter-by-parameter exchange
 	$(BIN)/python scripts/bench_reshard.py $(ARGS)
+
+cores: $(CORES:%=build/cores/%)  ## fetch other versions of megatron-core for the tests
+
+build/cores/%: $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ megatron-core==$*
 
 venv: $(READY)  ## make .venv only
 

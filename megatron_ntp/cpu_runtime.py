@@ -149,9 +149,6 @@ class _CpuMode(torch.overrides.TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = dict(kwargs) if kwargs else {}
-        if func is torch.Tensor.backward:
-            with self:  # hooks run inside this call, and torch has taken the mode off
-                return func(*args, **options)
         if func is torch.Tensor.to:
             return _tensor_to(func, args, options)
         if options:
@@ -160,6 +157,17 @@ class _CpuMode(torch.overrides.TorchFunctionMode):
             if options.get("pin_memory"):
                 options["pin_memory"] = False
         return func(*args, **options)
+
+
+def _with_mode(original: Callable[..., Any], mode: _CpuMode) -> Callable[..., Any]:
+    """The autograd engine's start. torch takes the mode off before; hooks and backwards need it."""
+
+    @functools.wraps(original)
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return original(*args, **kwargs)
+
+    return run_backward
 
 
 def _tensor_to(func: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -501,7 +509,10 @@ def _replace_environment() -> None:
         _undo.append(functools.partial(setattr, dynamo, "disable", False))
 
 
-def _replace_torch() -> None:
+def _replace_torch(mode: _CpuMode) -> None:
+    engine = _with_mode(torch.autograd.graph._engine_run_backward, mode)
+    _replace(torch.autograd, "_engine_run_backward", engine)
+    _replace(torch.autograd.graph, "_engine_run_backward", engine)
     for name, value in _cuda_functions().items():
         _replace(torch.cuda, name, value)
         if hasattr(torch.cuda.random, name):
@@ -579,14 +590,14 @@ def install(force: bool = False) -> None:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # Note [Same bits anywhere]
     _undo.append(functools.partial(torch.set_num_threads, num_threads))
+    mode = _CpuMode()
     try:
         _replace_megatron()  # first: importing megatron must not see the CUDA answers
-        _replace_torch()
+        _replace_torch(mode)
         _replace_distributed()
     except BaseException:
         _run_undo()
         raise
-    mode = _CpuMode()
     mode.__enter__()
     _undo.append(functools.partial(mode.__exit__, None, None, None))
     _installed = True

@@ -29,7 +29,6 @@ from zygote import load_function, read_message, write_message
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts" / "pretrain_gpt.py"
-START_WAIT_S = 120.0
 _TAIL_NUM_LINES = 40
 
 _ITERATION = re.compile(
@@ -129,8 +128,13 @@ class Zygote:
         """Exit status by rank; started on first use."""
         process = self._process or self._start()
         assert process.stdin is not None
-        write_message(process.stdin, job)
-        return self._receive()["statuses"]
+        try:
+            write_message(process.stdin, job)
+            return self._receive()["statuses"]
+        except BaseException:  # a reply that comes later must not answer the next job
+            process.terminate()
+            self._process = None
+            raise
 
     def close(self) -> None:
         """End the process; a later run starts a new one."""
@@ -289,7 +293,10 @@ def train(
 
     if before is not None:
         load_function(before)(**arguments)
-    status = run(["--cpu", script, *argv])
+    try:
+        status: Any = run(["--cpu", script, *argv])
+    except SystemExit as exit_request:  # how Megatron ends at --exit-interval
+        status = exit_request.code
     if status:
         sys.exit(status)
     return load_function(after)(**arguments) if after is not None else None

@@ -12,6 +12,7 @@ ranks so that any of them may be killed.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import functools
 import gc
@@ -32,6 +33,7 @@ from typing import Any, BinaryIO, NoReturn
 ADDRESS = "127.0.0.1"
 STORE_WAIT_S = 20.0
 STACKS_WAIT_S = 0.5
+_PR_SET_PDEATHSIG = 1
 
 # What a training run imports late; imported here once instead of in each rank.
 PRELOADED = (
@@ -63,6 +65,11 @@ def read_message(stream: BinaryIO) -> Any:
     if len(header) < 8:
         return None
     return pickle.loads(stream.read(struct.unpack("!Q", header)[0]))
+
+
+def end_with_parent(signal_number: int) -> None:
+    """Have the kernel send a signal when the parent dies: a killed test run must leave nothing."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
 # --- in a rank ----------------------------------------------------------------------------------
@@ -97,6 +104,8 @@ def _rank_main(job: dict[str, Any], rank: int, port: int) -> NoReturn:
     """Run the job's function as one rank; its result or traceback goes to a file."""
     folder = job["folder"]
     os.setpgid(0, 0)
+    end_with_parent(signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _redirect(os.path.join(folder, f"{rank}.out"), sys.stdout, 1)
     _redirect(os.path.join(folder, f"{rank}.err"), sys.stderr, 2)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -132,6 +141,7 @@ def _store_main(port_writer: int) -> NoReturn:
     """Keep the store until killed, and write the port it was given."""
     from torch.distributed import TCPStore
 
+    end_with_parent(signal.SIGKILL)
     store = TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False)
     os.write(port_writer, str(store.port).encode())
     os.close(port_writer)
@@ -227,6 +237,8 @@ def _check_can_fork() -> None:
 
 def main() -> None:
     """Import, say so, then serve jobs until standard input ends."""
+    end_with_parent(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by way of run_job's clean-up
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what imports print must not mix with the replies
     # Megatron's parser reads the source of every configuration class, twice in each rank.
