@@ -87,7 +87,8 @@ class NTPOptimizer(ChainedOptimizer):
         if own is not None:
             success, grad_norm, num_zeros = own
             known = [_MISSING if x is None else float(x) for x in (grad_norm, num_zeros)]
-            answers.copy_(torch.tensor([float(success), *known, float(scale)]))
+            own_answers = [float(success), *known, float(scale)]
+            answers.copy_(torch.tensor(own_answers, dtype=torch.float64))
         reshard = self.ntp.group(RESHARD)
         dist.broadcast(answers, src=reshard.global_ranks[0], group=reshard.group)
         if own is not None:
