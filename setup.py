@@ -22,7 +22,9 @@ setup(
         "megatron-core>=0.17,<0.20",
         "nvidia-ml-py",
         "psutil",  # Megatron's training loop and checkpoints import it
+        "packaging",
         "pybind11",  # builds the dataset helpers of a Megatron-LM checkout
+        "pyyaml",
         "torch>=2.6",
     ],
     extras_require={

@@ -71,3 +71,7 @@ class PlanLookupError(PlanError):
 
 class UnsupportedFlagError(PlanError):
     """A flag of Megatron, or of NTP, cannot be used with the others."""
+
+
+class SettingsFileError(PlanError):
+    """The file of --ntp-config cannot be read, or says something that the flags do not."""

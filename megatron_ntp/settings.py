@@ -1,15 +1,27 @@
-"""Every setting of nonuniform TP, declared once: flags, messages and the README's table follow.
+"""Every setting of nonuniform TP, declared once: flags, files, messages and tables follow from it.
 
-A field `ntp_degrees` is the flag `--ntp-degrees`. Values are plain strings and numbers, so that
-they can be kept in a checkpoint's arguments.
+A field `ntp_degrees` is the flag `--ntp-degrees` and the key `ntp-degrees` of a settings file.
+Values are plain strings and numbers, so that they can be kept in a checkpoint's arguments.
+
+[File before flags] A file's values become the parser's defaults. So what is on the command line
+wins, a file can be told from a default nowhere else, and the values are Megatron arguments like
+any others: printed at start, and saved with checkpoints.
+
+[Text only] Values of a file are read as text and converted as on the command line. YAML's own
+rules would turn `ntp-failed: 2:5` into the number 125.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field, fields
+import difflib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
+from megatron_ntp.errors import SettingsFileError
 from megatron_ntp.plan.batch import BatchPolicy
 
 GROUP_TITLE = "nonuniform tensor parallelism"
@@ -28,6 +40,12 @@ class NTPSettings:
         False,
         "Turn nonuniform tensor parallelism on. Without it Megatron is untouched.",
         action="store_true",
+    )
+    ntp_config: str | None = _setting(
+        None,
+        "Settings file (YAML): these flags without their two dashes as keys. What is on the "
+        "command line wins.",
+        metavar="FILE",
     )
     ntp_plan: str | None = _setting(
         None,
@@ -77,19 +95,152 @@ class NTPSettings:
         return cls(**values)
 
 
+DECLARED: tuple[type, ...] = (NTPSettings,)
+"""Dataclasses whose fields are flags, in the order of tables. Their metadata is that of above."""
+
+COMMAND_LINE_ONLY = ("ntp", "ntp_config")
+"""Fields that no file may set: the switch is read before there is a parser."""
+
+
+def declared_fields() -> Iterator[Field[Any]]:
+    """Every setting of every declared dataclass."""
+    for cls in DECLARED:
+        yield from fields(cls)
+
+
 def flag_name(field_name: str) -> str:
     """`ntp_degrees` -> `--ntp-degrees`."""
-    return "--" + field_name.replace("_", "-")
+    return "--" + file_key(field_name)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the flags to a parser, in a group of their own."""
+def file_key(field_name: str) -> str:
+    """`ntp_degrees` -> `ntp-degrees`."""
+    return field_name.replace("_", "-")
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
+) -> argparse.ArgumentParser:
+    """Adds the flags to a parser, in a group of their own.
+
+    Args:
+        parser: Which parser. Megatron's, on every rank.
+        argv: The words it will parse; its --ntp-config is read here. Default: this process's own.
+
+    Raises:
+        SettingsFileError: the file of --ntp-config cannot be used.
+    """
+    path = config_path(sys.argv[1:] if argv is None else argv)
+    defaults = {} if path is None else load_config(path)
     group = parser.add_argument_group(GROUP_TITLE)
-    for setting in fields(NTPSettings):
+    for setting in declared_fields():
         group.add_argument(
             flag_name(setting.name),
-            default=setting.default,
+            default=defaults.get(setting.name, setting.default),  # see [File before flags]
             help=setting.metadata["help"],
             **setting.metadata["argument"],
         )
     return parser
+
+
+# Settings files
+
+
+def config_path(argv: Sequence[str]) -> str | None:
+    """The file that --ntp-config names among these words, if any."""
+    flag = flag_name("ntp_config")
+    path = None
+    for place, word in enumerate(argv):
+        if word == flag and place + 1 < len(argv):
+            path = argv[place + 1]
+        elif word.startswith(flag + "="):
+            path = word.partition("=")[2]
+    return path
+
+
+def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Values by field name, converted and checked.
+
+    Raises:
+        SettingsFileError: naming the file, the key and the cure.
+    """
+    known = {file_key(setting.name): setting for setting in declared_fields()}
+    values: dict[str, Any] = {}
+    for key, value in _read_mapping(path):
+        where = f"settings file {os.fspath(path)}: "
+        if key not in known:
+            raise SettingsFileError(where + _unknown(key, list(known)))
+        setting = known[key]
+        if setting.name in COMMAND_LINE_ONLY:
+            raise SettingsFileError(
+                f"{where}{key} cannot be set in a file. Give --{key} on the command line"
+            )
+        if setting.name in values:
+            raise SettingsFileError(f"{where}{key} is set twice. Keep one of the two")
+        values[setting.name] = _convert(where + key, setting, value)
+    return values
+
+
+def _read_mapping(path: str | os.PathLike[str]) -> list[tuple[str, Any]]:
+    """Keys and values in order, twofold keys included; values are text where they are scalars."""
+    import yaml
+
+    name = os.fspath(path)
+    try:
+        with open(path, encoding="utf-8") as file:
+            node = yaml.compose(file, Loader=yaml.BaseLoader)
+    except OSError as error:
+        raise SettingsFileError(
+            f"settings file {name} (--ntp-config) cannot be read: {error.strerror}. Every rank "
+            "reads it: it must lie where all nodes see it"
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SettingsFileError(f"settings file {name} is not YAML: {error}") from error
+    if node is None:
+        return []
+    if not isinstance(node, yaml.MappingNode):
+        raise SettingsFileError(
+            f"settings file {name} must hold lines of KEY: VALUE, such as ntp-degrees: 8,8,7"
+        )
+    return [
+        (
+            str(key.value),
+            value.value if isinstance(value, yaml.ScalarNode) else None,
+        )
+        for key, value in node.value
+    ]
+
+
+def _unknown(key: str, known: Sequence[str]) -> str:
+    guess = key.strip().lstrip("-").replace("_", "-")
+    guesses = (guess, "ntp-" + guess)
+    near = next((name for name in guesses if name in known), None) or next(
+        (match for name in guesses for match in difflib.get_close_matches(name, known, 1, 0.6)),
+        None,
+    )
+    hint = f"Did you mean {near}?" if near else f"Known keys: {', '.join(known)}"
+    return f"there is no setting {key!r}. {hint}"
+
+
+def _convert(where: str, setting: Field[Any], text: str | None) -> Any:
+    """A file's value as the flag would give it."""
+    argument = setting.metadata["argument"]
+    if text is None:
+        raise SettingsFileError(
+            f"{where} is a list or a mapping. Write one value, as on the command line"
+        )
+    if text == "":
+        raise SettingsFileError(f"{where} has no value. Give one, or remove the line")
+    if argument.get("action") == "store_true":
+        if text not in ("true", "false"):
+            raise SettingsFileError(f"{where} is {text!r}, expected true or false")
+        return text == "true"
+    try:
+        value = argument.get("type", str)(text)
+    except ValueError as error:
+        kind = argument["type"].__name__
+        raise SettingsFileError(f"{where} is {text!r}, expected one {kind}") from error
+    choices = argument.get("choices")
+    if choices is not None and value not in choices:
+        raise SettingsFileError(f"{where} is {text!r}, expected one of {', '.join(choices)}")
+    return value

@@ -20,10 +20,10 @@ LEVELS = {
     "cpu_runtime": 2,
     "device": 2,
     "patching": 2,
-    "settings": 2,
-    "integration": 3,
+    "settings": 3,
+    "integration": 4,
 }
-TOP = 4
+TOP = 5
 
 MAY_IMPORT_MEGATRON = {"integration", "cpu_runtime"}
 NEVER_IMPORT_TORCH = {"__init__", "cli", "errors", "settings", "plan", "device"}
