@@ -14,7 +14,9 @@ setup(
     long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    packages=find_packages(include=["megatron_ntp", "megatron_ntp.*"]),
+    # The scripts go along, so that `megatron-ntp rehearse` works without a checkout.
+    packages=[*find_packages(include=["megatron_ntp", "megatron_ntp.*"]), "megatron_ntp.scripts"],
+    package_dir={"megatron_ntp.scripts": "scripts"},
     package_data={"megatron_ntp": ["patches/*"]},
     # megatron-core ships its training loop from 0.17 on, and no wheel of it is for Python 3.14.
     python_requires=">=3.12,<3.14",

@@ -28,6 +28,10 @@ class Command(NamedTuple):
 
 
 COMMANDS: dict[str, Command] = {
+    "rehearse": Command(
+        "megatron_ntp.rehearsal.command:main", "lose a GPU in a small CPU job, and carry on"
+    ),
+    "plan": Command("megatron_ntp.plan_command:plan", "plan a job that lost GPUs, show a plan"),
     "run": Command("megatron_ntp.launch:run", "run a training script, with --ntp or on CPU"),
     "patch": Command("megatron_ntp.patching.cli:patch_main", "put --ntp into a Megatron-LM checkout"),
     "patches": Command("megatron_ntp.patching.cli:patches_main", "check the run-time patches"),

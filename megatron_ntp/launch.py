@@ -27,6 +27,12 @@ def _parser() -> argparse.ArgumentParser:
         help="run Megatron on CPU with gloo, for rehearsals and tests; refused where a GPU is "
         "visible; adds the flags a CPU run needs",
     )
+    parser.add_argument(
+        "--loss-log",
+        metavar="FILE",
+        help="append each step's losses to FILE as JSON lines, at full precision (by the last "
+        "rank); with or without --ntp",
+    )
     parser.add_argument("script", metavar="SCRIPT", help="the training script, a Python file")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its flags")
     return parser
@@ -50,8 +56,19 @@ def run(argv: Sequence[str]) -> int:
             parser.error(str(refusal))
         arguments += cpu_runtime.cpu_arguments()
     sys.argv = [options.script, *arguments]
-    install_from_argv()
-    runpy.run_path(options.script, run_name="__main__")
+    try:
+        install_from_argv()
+        if options.loss_log:
+            from megatron_ntp.integration import loss_log
+
+            loss_log.install(options.loss_log)
+        runpy.run_path(options.script, run_name="__main__")
+    except Exception as error:
+        from megatron_ntp import reporting
+
+        if not reporting.report(error):
+            raise
+        return reporting.STATUS
     return 0
 
 

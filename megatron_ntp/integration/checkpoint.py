@@ -231,7 +231,10 @@ def load_checkpoint(
 ) -> Any:
     """Wraps `megatron.training.checkpointing.load_checkpoint`: extra ranks get their parameters."""
     result = original(model_chunks, *args, **kwargs)
-    if context.current() is not None:
+    ntp = context.current()
+    if ntp is not None:
         for chunk in chunks_of(model_chunks):
             chunk.ntp_params.publish()
+        if ntp.steps == 0:
+            ntp.counters.reset()  # they count the traffic of steps
     return result

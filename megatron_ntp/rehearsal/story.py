@@ -1,0 +1,259 @@
+"""The phases of a rehearsal, in order, and what each leaves behind.
+
+healthy      plain Megatron, uniform degree; saves; a rank is killed in the middle of a step
+reduced      --ntp, one process less, from the last checkpoint; saves
+repaired     plain Megatron, uniform degree, from the checkpoint that the reduced job wrote
+undisturbed  plain Megatron, uniform degree, all steps in one go, no checkpoint
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_ntp.plan import format_degrees, format_failed
+from megatron_ntp.rehearsal import processes
+from megatron_ntp.rehearsal.job import Options, megatron_flags, training_script
+from megatron_ntp.rehearsal.parity import read_losses
+from megatron_ntp.rehearsal.progress import Progress
+
+POLL_S = 0.02
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One job. `kill_at` is the step in which ranks are killed; None: it ends by itself."""
+
+    name: str
+    title: str
+    world_size: int
+    first_step: int
+    last_step: int
+    flags: tuple[str, ...]
+    kill_at: int | None = None
+
+
+@dataclass
+class Record:
+    """What came of a phase: its losses by step, and how long it took."""
+
+    phase: Phase
+    losses: dict[int, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A rehearsal that went to its end. `statistics` are those of the reduced job, by rank."""
+
+    options: Options
+    healthy: Record
+    reduced: Record
+    repaired: Record
+    undisturbed: Record
+    statistics: tuple[dict[str, Any], ...]
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        return (self.healthy, self.reduced, self.repaired, self.undisturbed)
+
+    @property
+    def ntp_losses(self) -> dict[int, float]:
+        """By step, what counts in the end: the reduced job does the lost steps again."""
+        kept = {s: v for s, v in self.healthy.losses.items() if s <= self.options.resumed_after}
+        return {**kept, **self.reduced.losses, **self.repaired.losses}
+
+    @property
+    def lost_losses(self) -> dict[int, float]:
+        """Steps that were done after the last checkpoint and before the kill."""
+        return {s: v for s, v in self.healthy.losses.items() if s > self.options.resumed_after}
+
+    @property
+    def killed_in_step(self) -> int:
+        return max(self.healthy.losses, default=0) + 1
+
+
+class Story:
+    """Runs the phases of one rehearsal in a folder of its own."""
+
+    def __init__(
+        self,
+        options: Options,
+        folder: Path,
+        starter: processes.Starter,
+        progress: Progress,
+        timeout_s: float,
+    ) -> None:
+        self.options = options
+        self.folder = folder
+        self._starter = starter
+        self._progress = progress
+        self._timeout_s = timeout_s
+        self._checkpoints = folder / "checkpoints"
+        self._plan = folder / "plan.json"
+        self._statistics = folder / "statistics"
+
+    def run(self) -> Outcome:
+        """All phases. Raises RankFailedError if a rank ends that was not meant to."""
+        healthy = self._run(self._healthy())
+        self.options.plan.save(self._plan)
+        self._tell_failure(healthy)
+        reduced = self._run(self._reduced())
+        statistics = [json.loads(p.read_text()) for p in sorted(self._statistics.glob("*.json"))]
+        repaired = self._run(self._repaired())
+        undisturbed = self._run(self._undisturbed())
+        return Outcome(self.options, healthy, reduced, repaired, undisturbed, tuple(statistics))
+
+    # Phases
+
+    def _healthy(self) -> Phase:
+        options = self.options
+        return Phase(
+            "healthy",
+            f"1/4 healthy      {self._uniform_title()}",
+            options.healthy.world_size,
+            1,
+            options.num_steps,
+            (*self._saves(),),
+            kill_at=options.fail_at,
+        )
+
+    def _reduced(self) -> Phase:
+        options = self.options
+        degrees = " + ".join(f"TP{degree}" for degree in options.topology.dp_degrees)
+        exit_flags = ("--exit-interval", str(options.save_interval))
+        ntp_flags = ("--ntp", "--ntp-plan", str(self._plan))
+        return Phase(
+            "reduced",
+            f"2/4 reduced      {degrees}, {options.topology.world_size} processes, --ntp",
+            options.topology.world_size,
+            options.resumed_after + 1,
+            options.repaired_after,
+            (
+                *self._loads(),
+                *self._saves(),
+                *exit_flags,
+                *ntp_flags,
+                *("--ntp-stats-dir", str(self._statistics)),
+            ),
+        )
+
+    def _repaired(self) -> Phase:
+        options = self.options
+        return Phase(
+            "repaired",
+            f"3/4 repaired     {self._uniform_title()}",
+            options.healthy.world_size,
+            options.repaired_after + 1,
+            options.num_steps,
+            (*self._loads(),),
+        )
+
+    def _undisturbed(self) -> Phase:
+        options = self.options
+        return Phase(
+            "undisturbed",
+            f"4/4 undisturbed  {self._uniform_title()}",
+            options.healthy.world_size,
+            1,
+            options.num_steps,
+            (),
+        )
+
+    def _uniform_title(self) -> str:
+        options = self.options
+        return (
+            f"TP{options.nominal_tp} x DP{options.num_replicas}, "
+            f"{options.healthy.world_size} processes, plain Megatron"
+        )
+
+    def _loads(self) -> Sequence[str]:
+        return ("--load", str(self._checkpoints))
+
+    def _saves(self) -> Sequence[str]:
+        return (
+            *("--save", str(self._checkpoints)),
+            *("--save-interval", str(self.options.save_interval)),
+        )
+
+    # Running
+
+    def _run(self, phase: Phase) -> Record:
+        loss_log = self.folder / "losses" / f"{phase.name}.jsonl"
+        words = [
+            *("run", "--cpu", "--loss-log", str(loss_log)),
+            str(training_script()),
+            *megatron_flags(self.options),
+            *phase.flags,
+        ]
+        record = Record(phase)
+        last = phase.last_step if phase.kill_at is None else phase.kill_at
+        self._progress.begin(phase.title, phase.first_step, last)
+        logs = self.folder / "logs" / phase.name
+        with processes.Job(words, phase.world_size, logs, self._starter) as job:
+            if phase.kill_at is None:
+                self._follow(job, record, loss_log)
+            else:
+                self._follow_and_kill(job, record, loss_log, phase.kill_at)
+        record.losses = read_losses(loss_log)
+        killed = phase.kill_at is not None
+        record.seconds = self._progress.end(f"killed in step {last}" if killed else "done")
+        return record
+
+    def _follow(self, job: processes.Job, record: Record, loss_log: Path) -> None:
+        """Until every rank has ended well."""
+        deadline = time.monotonic() + self._timeout_s
+        while job.running:
+            job.check()
+            self._look(record, loss_log)
+            if time.monotonic() > deadline:
+                raise job.stuck(f"phase {record.phase.name} took over {self._timeout_s:g} s")
+            time.sleep(POLL_S)
+        job.check()
+        self._look(record, loss_log)
+
+    def _follow_and_kill(
+        self, job: processes.Job, record: Record, loss_log: Path, kill_at: int
+    ) -> None:
+        """Until SIGKILL for the ranks on the failed slots, with which the rest of the job goes.
+
+        It comes half a step after the step before `kill_at`, and after that step's checkpoint.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        done_s: list[float] = []
+        while not (len(done_s) >= kill_at - 1 and self._is_saved()):
+            job.check()
+            if not job.running:
+                raise processes.RankFailedError(f"the job ended before step {kill_at}")
+            self._look(record, loss_log)
+            done_s += [time.monotonic()] * (len(record.losses) - len(done_s))
+            if time.monotonic() > deadline:
+                raise job.stuck(f"phase {record.phase.name} took over {self._timeout_s:g} s")
+            time.sleep(POLL_S / 4)
+        time.sleep((done_s[-1] - done_s[0]) / max(1, len(done_s) - 1) / 2)
+        job.kill(self.options.killed_ranks())
+
+    def _is_saved(self) -> bool:
+        tracker = self._checkpoints / TRACKER
+        return tracker.exists() and tracker.read_text().strip() == str(self.options.resumed_after)
+
+    def _look(self, record: Record, loss_log: Path) -> None:
+        record.losses = read_losses(loss_log)
+        if record.losses:
+            self._progress.step(max(record.losses))
+        self._progress.tick()
+
+    def _tell_failure(self, healthy: Record) -> None:
+        options = self.options
+        ranks = ", ".join(map(str, options.killed_ranks()))
+        self._progress.say(
+            f"\nSIGKILL to rank {ranks} (replica:slot {format_failed(options.topology.failed)}) in "
+            f"step {max(healthy.losses) + 1}; the last checkpoint is of step "
+            f"{options.resumed_after}. The plan for degrees {format_degrees(options.degrees)}:\n\n"
+            f"{options.plan.table()}"
+        )
