@@ -4,7 +4,8 @@ Its input are steps: how long each took and how long the healthy replicas waited
 Its output is one limit for all GPUs of the replica, which run in lockstep. The rules:
 
     measure     the median gap of a few steps, taken after the first steps under a new limit passed
-    act         only outside a dead band, by the curve of model.py, and by a bounded step at most
+    act         only outside a dead band, by the curve of model.py, by a bounded step at most, and
+                by half of it each time the sign turned, so that a wrong curve cannot swing for ever
     back off    when a board slows itself down: one step for heat, all the way for a power brake;
                 then no way up for a while, and for twice as long each time
     give up     at the ceiling, or where boards draw less than they may: then the gap that is left
@@ -26,6 +27,7 @@ from megatron_ntp.device.model import PowerCurve, PowerSample
 from megatron_ntp.device.nvml import SLOWDOWNS, GpuReading
 
 MIN_STEP_MW = 1000
+MIN_GAIN = 1 / 16
 MAX_HOLD_FACTOR = 32
 MAX_SAMPLES_PER_LIMIT = 64
 POWER_BRAKE = "hw_power_brake"  # the feed asks for less: not the moment for small steps
@@ -50,7 +52,8 @@ class ControlSettings:
     target_gap: float = 0.01  # within this share of a step the replica keeps pace
     max_step: float = 0.1  # of nominal, per change
     settle_steps: int = 1  # not judged after a change: the limit changed within them
-    window_steps: int = 2  # whose median is judged
+    window_steps: int = 2  # whose median is judged while the limit is being found
+    hold_window_steps: int = 8  # whose median is judged while the target is met: hysteresis
     hold_steps: int = 50  # no raise after a slowdown
     slack: float = 0.85  # of the limit; below it, without a power cap, power is not what is missing
 
@@ -89,6 +92,8 @@ class Controller:
     _to_skip: int = 0
     _hold: int = 0
     _gap: float | None = None
+    _gap_limit_mw: int = 0  # under which it was measured
+    _gain: float = 1.0
     _unused: bool = False
     _next_hold: int = 0
 
@@ -109,7 +114,7 @@ class Controller:
             self._to_skip -= 1
             return
         self._window.append(observation)
-        while len(self._window) > self.settings.window_steps:
+        while len(self._window) > self._window_steps:
             self._window.popleft()
 
     def watch(self, readings: Mapping[str, GpuReading | None]) -> int | None:
@@ -136,18 +141,22 @@ class Controller:
 
     def decide(self) -> int | None:
         """The limit to set now; None to leave it."""
-        if len(self._window) < self.settings.window_steps:
+        if len(self._window) < self._window_steps:
             return None
-        self._gap = statistics.median(entry.gap for entry in self._window)
+        gap = statistics.median(entry.gap for entry in self._window)
+        if self._gap_limit_mw != self.limit_mw and self._gap is not None:
+            turned = self._gap * gap < 0
+            self._gain = max(MIN_GAIN, self._gain / 2) if turned else min(1.0, 2 * self._gain)
+        self._gap, self._gap_limit_mw = gap, self.limit_mw
         work_s = statistics.median(entry.work_s for entry in self._window)
         self._work_s.setdefault(self.limit_mw, []).append(work_s)
         del self._work_s[self.limit_mw][:-MAX_SAMPLES_PER_LIMIT]
         if self.state is BoostState.NO_HEADROOM:
             return None
-        if abs(self._gap) <= self.settings.target_gap:
+        if abs(gap) <= self.settings.target_gap:
             self.state = BoostState.HOLDING
             return None
-        return self._lower() if self._gap < 0 else self._raise()
+        return self._lower() if gap < 0 else self._raise()
 
     def remaining_gap(self) -> float:
         """The share of a step that power will not win back, for the batch policy.
@@ -160,7 +169,7 @@ class Controller:
         if self._gap is None:
             return self.curve.gap_at(self.expected_gap, self.nominal_mw, self.ceiling_mw)
         if self.state is BoostState.RAISING:
-            return self.curve.gap_at(max(0.0, self._gap), self.limit_mw, self.ceiling_mw)
+            return self.curve.gap_at(max(0.0, self._gap), self._gap_limit_mw, self.ceiling_mw)
         return max(0.0, self._gap)
 
     @property
@@ -176,6 +185,11 @@ class Controller:
         ]
 
     # ---- steps ----
+
+    @property
+    def _window_steps(self) -> int:
+        holding = self.state is BoostState.HOLDING
+        return self.settings.hold_window_steps if holding else self.settings.window_steps
 
     @property
     def _max_step_mw(self) -> int:
@@ -203,7 +217,8 @@ class Controller:
 
     def _target_mw(self) -> int:
         assert self._gap is not None
-        return whole_watts(self.curve.power_for(self.limit_mw, 1 / (1 - self._gap)))
+        full_mw = self.curve.power_for(self.limit_mw, 1 / (1 - self._gap))
+        return whole_watts(self.limit_mw + self._gain * (full_mw - self.limit_mw))
 
     def _changed(self, limit_mw: int) -> int | None:
         bounded_mw = max(self.nominal_mw, min(self.ceiling_mw, limit_mw))

@@ -26,9 +26,11 @@ from megatron_ntp.device.protocol import OpenReply, OpenRequest, SetResult
 from megatron_ntp.device.site import SitePower
 from megatron_ntp.device.state import (
     Claim,
+    HostIdentity,
     LimitRecord,
     LimitStore,
     Settled,
+    driver_is_new,
     settle,
 )
 
@@ -43,7 +45,8 @@ class _Kept:
     claim: Claim
     record: LimitRecord | None = None  # on disk as well, from before the first write
     found_mw: int = 0
-    last_mw: int = 0  # as last read back; where a write failed, the higher of both
+    now_mw: int = 0  # as last read
+    most_mw: int = 0  # the most it can be, should a call that failed still take effect
 
     @property
     def uuid(self) -> str:
@@ -94,7 +97,8 @@ class Keeper:
         settled = self._claim_all(request.gpu_uuids)
         limits = {uuid: self._limits(uuid) for uuid in request.gpu_uuids}
         for uuid, found in limits.items():
-            self._kept[uuid].found_mw = self._kept[uuid].last_mw = found.requested_mw
+            kept = self._kept[uuid]
+            kept.found_mw = kept.now_mw = kept.most_mw = found.requested_mw
         board = BoardPower(
             min_mw=max(found.min_mw for found in limits.values()),
             max_mw=min(found.max_mw for found in limits.values()),
@@ -219,27 +223,43 @@ class Keeper:
             if uuid not in self._kept:
                 raise DeviceError(Fault.REFUSED, "not among the GPUs of this job", uuid)
         results: dict[str, SetResult] = {}
-        order = sorted(wanted_mw, key=lambda uuid: wanted_mw[uuid] - self._kept[uuid].last_mw)
-        hangs = False
+        hanging = self._look_at_all()
+        order = sorted(wanted_mw, key=lambda uuid: wanted_mw[uuid] - self._kept[uuid].now_mw)
         for uuid in order:
-            if hangs:
-                results[uuid] = SetResult(None, Fault.TIMEOUT, "not tried: another GPU hangs")
+            if hanging is not None:
+                what = f"not tried: {hanging} hangs" if uuid != hanging else "its driver hangs"
+                results[uuid] = SetResult(None, Fault.TIMEOUT, what)
                 continue
             try:
                 results[uuid] = SetResult(self._set(self._kept[uuid], wanted_mw[uuid]))
             except DeviceError as error:
                 results[uuid] = SetResult(None, error.fault, str(error))
-                hangs = error.fault is Fault.TIMEOUT
+                hanging = uuid if error.fault is Fault.TIMEOUT else None
         return results
+
+    def _look_at_all(self) -> str | None:
+        """Reads all limits, since drivers and administrators move them too.
+
+        Returns the GPU that hangs, if one does. One that does not answer counts as before.
+        """
+        for kept in self._kept.values():
+            try:
+                kept.now_mw = self._limits(kept.uuid).requested_mw
+            except DeviceError as error:
+                if error.fault is Fault.TIMEOUT:
+                    return kept.uuid
+                continue
+            kept.most_mw = max(kept.now_mw, 0 if self._layer.writes_settled() else kept.most_mw)
+        return None
 
     def _set(self, kept: _Kept, limit_mw: int) -> PowerLimits:
         self._check_bounds(kept, limit_mw)
-        now_mw = self._limits(kept.uuid).requested_mw
-        if now_mw != kept.found_mw and now_mw not in (kept.record.ours_mw if kept.record else ()):
+        ours_mw = kept.record.ours_mw if kept.record else ()
+        if kept.now_mw not in (kept.found_mw, *ours_mw):
             raise DeviceError(
                 Fault.REFUSED,
-                f"somebody else set {now_mw / 1000:g} W after our {kept.last_mw / 1000:g} W; it "
-                "stays theirs",
+                f"somebody else set {kept.now_mw / 1000:g} W, where {kept.found_mw / 1000:g} W was "
+                "found; it stays theirs",
                 kept.uuid,
             )
         return self._write(kept, limit_mw)
@@ -254,9 +274,9 @@ class Keeper:
                 f"{ceiling_mw / 1000:g} W, the ceiling by {self._budget.bound_by}",
                 kept.uuid,
             )
-        others_mw = sum(entry.last_mw for entry in self._kept.values()) - kept.last_mw
+        others_mw = sum(entry.most_mw for entry in self._kept.values()) - kept.most_mw
         most_mw = ceiling_mw * len(self._kept)
-        if limit_mw > kept.last_mw and others_mw + limit_mw > most_mw:
+        if limit_mw > kept.now_mw and others_mw + limit_mw > most_mw:
             raise DeviceError(
                 Fault.OUT_OF_RANGE,
                 f"{limit_mw / 1000:g} W would bring {len(self._kept)} GPUs to "
@@ -267,19 +287,23 @@ class Keeper:
 
     def _write(self, kept: _Kept, limit_mw: int) -> PowerLimits:
         """Record, write, read back; in this order, so that no value of ours is ever unknown."""
-        record = kept.record or self._new_record(kept)
-        kept.record = record.with_next(limit_mw)
+        energy_mj, host = self._layer.reading(kept.uuid).energy_mj, self._store.read_host()
+        if kept.record is not None and driver_is_new(kept.record, host, energy_mj):
+            raise DeviceError(
+                Fault.REFUSED, "the GPU was reset under us; its limit is the driver's", kept.uuid
+            )
+        record = kept.record or self._new_record(kept, host)
+        kept.record = record.about_to_write(limit_mw, energy_mj)
         self._store.write(kept.record)
-        kept.last_mw = max(kept.last_mw, limit_mw)  # should the call fail, it may still take effect
+        kept.most_mw = max(kept.now_mw, limit_mw)  # should the call fail, it may still take effect
         limits = self._layer.set_limit(kept.uuid, limit_mw, self._site.scope)
-        kept.last_mw = limits.requested_mw
+        kept.now_mw = kept.most_mw = limits.requested_mw
+        kept.record = kept.record.landed(limits.requested_mw)
         if limits.requested_mw != limit_mw:
-            kept.record = kept.record.with_next(limits.requested_mw)
             self._store.write(kept.record)
         return limits
 
-    def _new_record(self, kept: _Kept) -> LimitRecord:
-        host = self._store.read_host()
+    def _new_record(self, kept: _Kept, host: HostIdentity) -> LimitRecord:
         return LimitRecord(
             uuid=kept.uuid,
             job_id=self._job_id,
@@ -288,7 +312,7 @@ class Keeper:
             ours_mw=(),
             boot_id=host.boot_id,
             driver_id=host.driver_id,
-            energy_mj=self._layer.reading(kept.uuid).energy_mj,
+            energy_mj=None,
         )
 
     # ---- reading, and the way back ----

@@ -72,13 +72,18 @@ class LimitRecord:
     job_id: str
     scope: PowerScope
     found_mw: int
-    ours_mw: tuple[int, ...]  # the last value written and the one about to be
+    ours_mw: tuple[int, ...]  # every value that we may have left there
     boot_id: str
     driver_id: str | None
     energy_mj: int | None  # counts from the loading of the driver, so it only grows until the next
 
-    def with_next(self, limit_mw: int) -> LimitRecord:
-        return replace(self, ours_mw=(*self.ours_mw[-1:], limit_mw))
+    def about_to_write(self, limit_mw: int, energy_mj: int | None) -> LimitRecord:
+        """What is on the GPU stays in the record until the write is known to have landed."""
+        ours_mw = tuple(dict.fromkeys((*self.ours_mw, limit_mw)))
+        return replace(self, ours_mw=ours_mw, energy_mj=energy_mj)
+
+    def landed(self, limit_mw: int) -> LimitRecord:
+        return replace(self, ours_mw=(limit_mw,))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -225,7 +230,7 @@ def _settle(layer: DeviceLayer, store: LimitStore, record: LimitRecord) -> Settl
         return Settled(uuid, Outcome.PENDING, found_mw, detail=detail)
     limits, reading = layer.limits(uuid, record.scope), layer.reading(uuid)
     now_mw = limits.requested_mw
-    if _driver_is_new(record, host, reading.energy_mj):
+    if driver_is_new(record, host, reading.energy_mj):
         return Settled(uuid, Outcome.RELOADED, found_mw, now_mw)
     if now_mw == found_mw:
         return Settled(uuid, Outcome.UNCHANGED, found_mw, now_mw)
@@ -238,7 +243,8 @@ def _settle(layer: DeviceLayer, store: LimitStore, record: LimitRecord) -> Settl
     return Settled(uuid, Outcome.RESTORED, found_mw, after.requested_mw)
 
 
-def _driver_is_new(record: LimitRecord, host: HostIdentity, energy_mj: int | None) -> bool:
+def driver_is_new(record: LimitRecord, host: HostIdentity, energy_mj: int | None) -> bool:
+    """Whether the driver was loaded anew, or the GPU reset, since the record was written."""
     if record.driver_id and host.driver_id and record.driver_id != host.driver_id:
         return True
     return record.energy_mj is not None and energy_mj is not None and energy_mj < record.energy_mj
@@ -250,13 +256,16 @@ def _failed(uuid: str, error: DeviceError, found_mw: int | None = None) -> Settl
 
 
 def restore_all(
-    layer: DeviceLayer, store: LimitStore, uuids: list[str] | None = None
+    layer: DeviceLayer,
+    store: LimitStore,
+    uuids: list[str] | None = None,
+    claim_timeout_s: float = RESTORE_CLAIM_TIMEOUT_S,
 ) -> list[Settled]:
     """Settles every record whose job is gone. None: all GPUs that have a record."""
     results = []
     for uuid in store.recorded_uuids() if uuids is None else uuids:
         try:
-            claim = store.claim(layer, uuid, "power restore", RESTORE_CLAIM_TIMEOUT_S)
+            claim = store.claim(layer, uuid, "power restore", claim_timeout_s)
         except DeviceError as error:
             results.append(_failed(uuid, error))
             continue

@@ -115,6 +115,20 @@ def test_gpu_that_does_not_come_down_keeps_its_power_in_the_sum(
     assert node.limits_w() == [700.0] + [500.0] * 7
 
 
+def test_gpu_that_the_driver_reset_counts_with_what_it_has_now(
+    node: FakeNode, layer: DeviceLayer, store: LimitStore
+) -> None:
+    keeper = make_keeper(layer, store)
+    keeper.open(request(node.uuids[:7]))
+    keeper.set_limits(all_to(node.uuids[:7], 510))
+    node.gpu(6).set_limit_w(700)  # its default, as after a reset
+    results = keeper.set_limits(all_to(node.uuids[:6], 571))
+    assert [result.fault for result in results.values()].count(None) == 3
+    assert sum(node.limits_w()[:7]) <= 7 * 571
+    keeper.restore()
+    assert node.limits_w() == [500.0] * 6 + [700.0, 500.0]
+
+
 def test_gpus_that_are_not_the_clients_are_refused(
     node: FakeNode, layer: DeviceLayer, store: LimitStore
 ) -> None:

@@ -50,7 +50,8 @@ def test_record_survives_the_disk(
     assert make_store().read(record.uuid) == record
     assert make_store().read(node.uuids[1]) is None
     assert make_store().recorded_uuids() == [record.uuid]
-    assert record.with_next(650_000).ours_mw == (700_000, 650_000)
+    assert record.about_to_write(650_000, None).ours_mw == (600_000, 700_000, 650_000)
+    assert record.landed(650_000).ours_mw == (650_000,)
 
 
 @pytest.mark.parametrize(
