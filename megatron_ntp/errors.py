@@ -17,6 +17,18 @@ class StartError(NTPError):
     """A rank cannot start to train: a rank is missing, or its Megatron is not what it must be."""
 
 
+class CheckpointError(NTPError):
+    """A checkpoint cannot be used for this job, or could not be written."""
+
+
+class NoCheckpointError(CheckpointError):
+    """There is nothing to load, and starting from random weights was not asked for."""
+
+
+class DamagedFileError(CheckpointError):
+    """A file of a checkpoint is torn, or is not what its name says."""
+
+
 class PlanError(ValueError):
     """Base of the errors raised while a plan is made, read or checked."""
 

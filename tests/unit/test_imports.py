@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megatron_ntp"
 # version, and may reach for anything inside its functions.
 LEVELS = {
     "errors": 0,
+    "checkpoint": 1,
     "plan": 1,
     "comm": 2,
     "cpu_runtime": 2,
