@@ -33,7 +33,11 @@ COMMANDS: dict[str, Command] = {
     ),
     "plan": Command("megatron_ntp.plan_command:plan", "plan a job that lost GPUs, show a plan"),
     "run": Command("megatron_ntp.launch:run", "run a training script, with --ntp or on CPU"),
-    "patch": Command("megatron_ntp.patching.cli:patch_main", "put --ntp into a Megatron-LM checkout"),
+    "doctor": Command("megatron_ntp.doctor.command:doctor", "say what works here, and what not"),
+    "flags": Command("megatron_ntp.flags:flags", "print the table of flags"),
+    "patch": Command(
+        "megatron_ntp.patching.cli:patch_main", "put --ntp into a Megatron-LM checkout"
+    ),
     "checkpoint": Command(
         "megatron_ntp.checkpoint.command:main", "list, inspect and verify checkpoints"
     ),

@@ -187,12 +187,16 @@ def parameters_of(raw: object) -> tuple[str, ...] | None:
 
 def _signature_fault(patch: Patch, raw: object, version: str) -> str:
     """What differs from the row's expectation, or an empty string."""
+    return signature_fault(patch, parameters_of(raw), version) if patch.signature else ""
+
+
+def signature_fault(patch: Patch, found: tuple[str, ...] | None, version: str) -> str:
+    """What differs between found parameters and those expected in a version, or an empty string."""
     if not patch.signature:
         return ""
     expected = next((e for e in patch.signature if in_range(version, e.versions)), None)
     if expected is None:
         return f"the row has no expected signature for version {version}"
-    found = parameters_of(raw)
     if found is None:
         return f"expected parameters ({', '.join(expected.params)}), found no readable signature"
     wanted = tuple(name for name in expected.params if name not in ("self", "cls"))
