@@ -171,7 +171,7 @@ def _rehearse(
     os.environ.update(processes.ENVIRONMENT)
     seconds: dict[str, float] = {}
     if not given.cold:
-        progress.begin("importing torch and Megatron once for all ranks", 0, 0)
+        progress.begin("importing torch and Megatron once for all ranks")
         warm.prepare(outputs.work / "imports.log")
         seconds["imports"] = progress.end()
     starter = processes.start_cold if given.cold else warm.start_warm

@@ -17,19 +17,19 @@ class Progress:
     def __init__(self, stream: TextIO, live: bool | None = None) -> None:
         self._stream = stream
         self._live = stream.isatty() if live is None else live
-        self._title = ""
+        self._title = self._detail = ""
         self._first = self._last = self._done = self._said = 0
         self._started_s = self._drawn_s = 0.0
 
-    def begin(self, title: str, first: int, last: int) -> None:
+    def begin(self, title: str, detail: str = "", first: int = 0, last: int = 0) -> None:
         """A phase that will do the steps `first` to `last`; 0 and 0 where it has no steps."""
-        self._title, self._first, self._last = title, first, last
+        self._title, self._detail, self._first, self._last = title, detail, first, last
         self._done = self._said = first - 1
         self._started_s = time.monotonic()
         self._drawn_s = 0.0
         if not self._live:
             steps = f", steps {first} to {last}" if last else ""
-            self._line(f"{title}{steps} ...")
+            self._line(f"{self._name()}{steps} ...")
         self.tick()
 
     def step(self, step: int) -> None:
@@ -49,13 +49,14 @@ class Progress:
         now = time.monotonic()
         if self._live and now - self._drawn_s >= REDRAW_S:
             self._drawn_s = now
-            self._redraw(f"  {self._title}  {self._bar()} {self._elapsed()}")
+            # The detail comes last: a narrow terminal cuts it off.
+            self._redraw(f"  {self._title}  {self._bar()}{self._elapsed():<5}  {self._detail}")
 
     def end(self, result: str = "done") -> float:
         """The phase is over. Returns its seconds."""
         seconds = time.monotonic() - self._started_s
         self.say(
-            f"  {self._title}: {result} ({seconds:.1f} s)"
+            f"  {self._name()}: {result} ({seconds:.1f} s)"
             if self._live
             else f"  {result} ({seconds:.1f} s)"
         )
@@ -72,6 +73,9 @@ class Progress:
         if self._live:
             self._redraw("")
 
+    def _name(self) -> str:
+        return f"{self._title}  {self._detail}" if self._detail else self._title
+
     def _bar(self) -> str:
         if not self._last:
             return ""
@@ -80,7 +84,7 @@ class Progress:
         filled = BAR_WIDTH * done // total
         bar = "#" * filled + "." * (BAR_WIDTH - filled)
         what = f"step {self._done}/{self._last}" if done else "starting ranks"
-        return f"[{bar}] {what} "
+        return f"[{bar}] {what:<14}  "
 
     def _elapsed(self) -> str:
         return f"{time.monotonic() - self._started_s:.0f} s"

@@ -31,6 +31,7 @@ class Phase:
 
     name: str
     title: str
+    detail: str
     world_size: int
     first_step: int
     last_step: int
@@ -115,11 +116,12 @@ class Story:
         options = self.options
         return Phase(
             "healthy",
-            f"1/4 healthy      {self._uniform_title()}",
+            "1/4 healthy    ",
+            self._uniform(),
             options.healthy.world_size,
             1,
             options.num_steps,
-            (*self._saves(),),
+            tuple(self._saves()),
             kill_at=options.fail_at,
         )
 
@@ -130,7 +132,8 @@ class Story:
         ntp_flags = ("--ntp", "--ntp-plan", str(self._plan))
         return Phase(
             "reduced",
-            f"2/4 reduced      {degrees}, {options.topology.world_size} processes, --ntp",
+            "2/4 reduced    ",
+            f"{degrees}, {options.topology.world_size} processes, --ntp",
             options.topology.world_size,
             options.resumed_after + 1,
             options.repaired_after,
@@ -147,25 +150,27 @@ class Story:
         options = self.options
         return Phase(
             "repaired",
-            f"3/4 repaired     {self._uniform_title()}",
+            "3/4 repaired   ",
+            self._uniform(),
             options.healthy.world_size,
             options.repaired_after + 1,
             options.num_steps,
-            (*self._loads(),),
+            tuple(self._loads()),
         )
 
     def _undisturbed(self) -> Phase:
         options = self.options
         return Phase(
             "undisturbed",
-            f"4/4 undisturbed  {self._uniform_title()}",
+            "4/4 undisturbed",
+            self._uniform(),
             options.healthy.world_size,
             1,
             options.num_steps,
             (),
         )
 
-    def _uniform_title(self) -> str:
+    def _uniform(self) -> str:
         options = self.options
         return (
             f"TP{options.nominal_tp} x DP{options.num_replicas}, "
@@ -193,7 +198,7 @@ class Story:
         ]
         record = Record(phase)
         last = phase.last_step if phase.kill_at is None else phase.kill_at
-        self._progress.begin(phase.title, phase.first_step, last)
+        self._progress.begin(phase.title, phase.detail, phase.first_step, last)
         logs = self.folder / "logs" / phase.name
         with processes.Job(words, phase.world_size, logs, self._starter) as job:
             if phase.kill_at is None:
@@ -201,8 +206,8 @@ class Story:
             else:
                 self._follow_and_kill(job, record, loss_log, phase.kill_at)
         record.losses = read_losses(loss_log)
-        killed = phase.kill_at is not None
-        record.seconds = self._progress.end(f"killed in step {last}" if killed else "done")
+        killed = f"killed in step {max(record.losses, default=0) + 1}"
+        record.seconds = self._progress.end("done" if phase.kill_at is None else killed)
         return record
 
     def _follow(self, job: processes.Job, record: Record, loss_log: Path) -> None:
