@@ -68,7 +68,11 @@ class NTPDistributedDataParallel(DistributedDataParallel):
     def start_param_sync(
         self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False
     ) -> None:
-        """Megatron's all-gather over DP, then post-sync where it is not left to forward hooks."""
+        """Megatron's all-gather over DP, then post-sync where it is not left to forward hooks.
+
+        Also called when nothing has changed since the last one, for example after an evaluation.
+        """
+        self.ntp_params.expect_gather()
         if not self._is_extra:
             super().start_param_sync(force_sync=force_sync, force_dispatch=force_dispatch)
         if force_sync or not self.ddp_config.overlap_param_gather:

@@ -63,6 +63,10 @@ class NTPOptimizer(ChainedOptimizer):
         with self._sync_order():
             return super().sharded_state_dict(*args, **kwargs)
 
+    def share_loss_scale(self) -> None:
+        """Extra ranks take over the loss scale that core ranks have loaded."""
+        self._share_answers(None if self.ntp.is_extra else (True, None, None))
+
     @contextmanager
     def _sync_order(self) -> Iterator[None]:
         with ExitStack() as stack:

@@ -51,8 +51,16 @@ class ParamSync:
     def begin_update(self) -> None:
         """Before the optimizer changes parameters: sync order everywhere, all groups stale."""
         self.finish()
-        self._to_sync_order()
-        self._started = self._finished = 0
+        self.expect_gather()
+
+    def expect_gather(self) -> None:
+        """Before an all-gather over DP, which puts together slices in sync order of all replicas.
+
+        Nothing to do in the middle of an update.
+        """
+        if self._finished == len(self._exchanges):
+            self._to_sync_order()
+            self._started = self._finished = 0
 
     def ensure(self, sp: SyncParam) -> None:
         """Makes the group of `sp`, and all before it, fresh. Called by forward pre-hooks."""
