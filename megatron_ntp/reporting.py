@@ -12,7 +12,7 @@ import sys
 import time
 from types import TracebackType
 
-from megatron_ntp.errors import PlanError, StartError
+from megatron_ntp.errors import CheckpointError, PlanError, StartError
 
 STATUS = 2
 
@@ -26,7 +26,7 @@ def report(error: BaseException) -> bool:
     Returns:
         whether it is such an error; for any other nothing is printed.
     """
-    if not isinstance(error, PlanError | StartError):
+    if not isinstance(error, PlanError | StartError | CheckpointError):
         return False
     from megatron_ntp.comm.report import claim
 

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
+from megatron_ntp.checkpoint.modes import CheckpointCheck, LoadMode
 from megatron_ntp.errors import SettingsFileError
 from megatron_ntp.plan.batch import BatchPolicy
 
@@ -86,6 +87,19 @@ class NTPSettings:
         None,
         "Write one JSON file per rank with exchanges, bytes and optimizer state there.",
         metavar="DIR",
+    )
+
+    ntp_load: str = _setting(
+        LoadMode.FULL.value,
+        "What to load with --load: full, model-only (go on without the optimizer's moments) or "
+        "or-scratch (start from new weights where there is no whole checkpoint).",
+        choices=tuple(mode.value for mode in LoadMode),
+    )
+    ntp_checkpoint_check: str = _setting(
+        CheckpointCheck.FILES.value,
+        "Before a checkpoint is loaded: look at names and sizes of its files, or at their content "
+        "too (all ranks together read it once).",
+        choices=tuple(check.value for check in CheckpointCheck),
     )
 
     @classmethod

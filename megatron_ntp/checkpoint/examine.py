@@ -159,7 +159,7 @@ def _bad_content(checkpoint: Checkpoint, name: str, sha256: str | None) -> Itera
             for item in checkpoint.stored.items:
                 if item.file == name:
                     window = Window(file.fileno(), item.offset, item.nbytes)
-                    yield from bad_members(window, f"{item.key} in {name}")  # type: ignore[arg-type]
+                    yield from bad_members(window, f"{item.key} in {name}")
 
 
 def _sha256(file: Any) -> str:

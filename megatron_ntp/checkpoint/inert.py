@@ -8,12 +8,15 @@ than be refused, and neither torch nor Megatron is imported.
 
 from __future__ import annotations
 
+import io
 import pickle
 import zipfile
 from collections.abc import Iterator
-from typing import IO, Any, ClassVar
+from typing import IO, Any, ClassVar, cast
 
 from megatron_ntp.errors import DamagedFileError
+
+Stream = IO[bytes] | io.RawIOBase
 
 _DATA = "/data.pkl"
 
@@ -123,7 +126,7 @@ def load_pickle(stream: IO[bytes], name: str) -> Any:
         raise DamagedFileError(f"{name} is not a whole pickle ({_told(error)})") from error
 
 
-def load_archive(stream: IO[bytes], name: str) -> Any:
+def load_archive(stream: Stream, name: str) -> Any:
     """The object in an archive of `torch.save`, with stand-ins; `load_pickle` otherwise."""
     with open_archive(stream, name) as archive:
         member = pickle_name(archive, name)
@@ -134,14 +137,14 @@ def load_archive(stream: IO[bytes], name: str) -> Any:
             raise DamagedFileError(f"{name} is damaged ({_told(error)})") from error
 
 
-def open_archive(stream: IO[bytes], name: str) -> zipfile.ZipFile:
+def open_archive(stream: Stream, name: str) -> zipfile.ZipFile:
     """The zip archive that `torch.save` writes.
 
     Raises:
         DamagedFileError: it is not a whole archive.
     """
     try:
-        return zipfile.ZipFile(stream)
+        return zipfile.ZipFile(cast(IO[bytes], stream))
     except OSError:
         raise
     except Exception as error:
@@ -156,7 +159,7 @@ def pickle_name(archive: zipfile.ZipFile, name: str) -> str:
     raise DamagedFileError(f"{name} is no archive of torch.save: it has no {_DATA[1:]}")
 
 
-def bad_members(stream: IO[bytes], name: str) -> Iterator[str]:
+def bad_members(stream: Stream, name: str) -> Iterator[str]:
     """Reads an archive to its last byte; yields what is wrong with it."""
     try:
         with open_archive(stream, name) as archive:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ntp.checkpoint.examine import Checkpoint, Format
+from megatron_ntp.checkpoint.modes import LoadMode
 from megatron_ntp.checkpoint.saved_job import OptimizerFormat, SavedJob
 from megatron_ntp.errors import CheckpointError
 
-MODEL_ONLY = "--ntp-load model-only"
+MODEL_ONLY = f"--ntp-load {LoadMode.MODEL_ONLY.value}"
 RESHARDABLE_FLAG = "--dist-ckpt-optim-fully-reshardable"
 
 

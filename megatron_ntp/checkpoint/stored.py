@@ -133,7 +133,7 @@ def read_common(folder: Path, stored: Stored) -> dict[str, Any]:
     else:
         with open(folder / item.file, "rb") as file:
             window = Window(file.fileno(), item.offset, item.nbytes)
-            found = load_archive(window, f"the common state in {item.file}")  # type: ignore[arg-type]
+            found = load_archive(window, f"the common state in {item.file}")
     if isinstance(found, list) and found:
         found = found[0]
     if not isinstance(found, dict):

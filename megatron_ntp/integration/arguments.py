@@ -15,6 +15,7 @@ from megatron_ntp import settings as ntp_settings
 from megatron_ntp.errors import PlanTopologyError, PlanWorldError
 from megatron_ntp.integration import context
 from megatron_ntp.integration.refusals import refuse_unsupported
+from megatron_ntp.integration.saving import refuse_lost_state
 from megatron_ntp.plan.plan import Plan
 from megatron_ntp.plan.topology import Topology, parse_degrees, parse_failed
 from megatron_ntp.settings import NTPSettings
@@ -47,6 +48,7 @@ def validate_args(
         args.world_size = world_size
     # Megatron derives some settings (gradient type, sequence parallelism) while it validates.
     refuse_unsupported(args)
+    refuse_lost_state(args, topology.is_reduced)
     context.activate(
         context.NTPContext(settings=settings, topology=topology, global_rank=args.rank, plan=plan)
     )

@@ -193,8 +193,26 @@ ROWS: tuple[Patch, ...] = (
     _row(
         "megatron.training.checkpointing:load_checkpoint",
         "checkpoint:load_checkpoint",
-        "gives extra ranks their parameters after a load",
-        ("ddp_model", "optimizer"),
+        "loads what was chosen at start-up, and gives extra ranks their parameters",
+        ("ddp_model", "optimizer", "opt_param_scheduler", "load_arg"),
+    ),
+    _row(
+        "megatron.training.checkpointing:read_metadata",
+        "loading:read_metadata",
+        "lets the tracker name the checkpoint that was chosen",
+        ("tracker_filename",),
+    ),
+    _row(
+        "megatron.training.checkpointing:load_args_from_checkpoint",
+        "loading:load_args_from_checkpoint",
+        "takes --use-checkpoint-args from a checkpoint that is whole",
+        ("args", "load_arg"),
+    ),
+    _row(
+        "megatron.core.dist_checkpointing.strategies.torch:_get_filesystem_reader",
+        "shard_reader:get_filesystem_reader",
+        "reads only a rank's part of stored chunks",
+        ("checkpoint_dir", "cache_metadata"),
     ),
     _row(
         "megatron.training.checkpointing:get_rng_state",

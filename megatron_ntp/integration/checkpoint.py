@@ -18,16 +18,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
 )
+from megatron.training import get_args
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_ntp.checkpoint.modes import LoadMode
 from megatron_ntp.errors import NTPError
-from megatron_ntp.integration import context
+from megatron_ntp.integration import context, loading, saving
 from megatron_ntp.integration.ddp import chunks_of
 from megatron_ntp.integration.sync_model import SyncModel, SyncParam
 
@@ -179,8 +183,13 @@ def _first_leaf(tree: Any) -> Any:
 
 
 def check_optimizer_format(metadata: Any) -> None:
-    """Refuses an optimizer format that cannot be cut for another TP degree."""
+    """Refuses an optimizer format that cannot be cut for another TP degree.
+
+    What is loaded was judged before (loading.decide); this one is for state made from flags.
+    """
     kind = (metadata or {}).get("distrib_optim_sharding_type")
+    if kind == "dp_reshardable" and not context.require().topology.is_reduced:
+        return  # cut as plain Megatron cuts it; whoever saves it is warned
     if kind not in (None, "fully_reshardable"):
         raise NTPError(
             f"the checkpoint holds distributed optimizer state in the format '{kind}', which "
@@ -205,10 +214,14 @@ def _save_under_way() -> Iterator[None]:
         _saving = False
 
 
-def save_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Wraps `megatron.training.checkpointing.save_checkpoint`."""
-    with _save_under_way():
-        return original(*args, **kwargs)
+def save_checkpoint(original: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> Any:
+    """Wraps `megatron.training.checkpointing.save_checkpoint`. All ranks call it at once."""
+    ntp = context.current()
+    if ntp is None:
+        return original(iteration, *args, **kwargs)
+    saving.print_warnings(ntp, get_args(), f"checkpoint of iteration {iteration}")
+    with _save_under_way(), saving.guarded(ntp, get_args(), iteration):
+        return original(iteration, *args, **kwargs)
 
 
 def get_rng_state(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -227,14 +240,55 @@ def get_rng_state(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def load_checkpoint(
-    original: Callable[..., Any], model_chunks: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Any],
+    model_chunks: Any,
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    load_arg: str = "load",
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Wraps `megatron.training.checkpointing.load_checkpoint`: extra ranks get their parameters."""
-    result = original(model_chunks, *args, **kwargs)
+    """Wraps `megatron.training.checkpointing.load_checkpoint`. All ranks call it at once.
+
+    Loads what was decided at start-up; afterwards extra ranks get their parameters.
+    """
     ntp = context.current()
-    if ntp is not None:
-        for chunk in chunks_of(model_chunks):
-            chunk.ntp_params.publish()
-        if ntp.steps == 0:
-            ntp.counters.reset()  # they count the traffic of steps
+    rest = (model_chunks, optimizer, opt_param_scheduler, load_arg, *args)
+    if ntp is None:
+        return original(*rest, **kwargs)
+    decision = ntp.load if load_arg == "load" else None
+    if decision is None:
+        result = original(*rest, **kwargs)
+    elif decision.name is None:
+        result = (0, 0)  # new weights, as loading.decide has said
+    else:
+        with loading.as_decided(decision, get_args()), _own_errors():
+            result = original(*rest, **kwargs)
+        if ntp.settings.ntp_load == LoadMode.MODEL_ONLY and opt_param_scheduler is not None:
+            _load_schedule(decision, opt_param_scheduler)
+    for chunk in chunks_of(model_chunks):
+        chunk.ntp_params.publish()
+    if optimizer is not None:
+        optimizer.share_loss_scale()
+    if ntp.steps == 0:
+        ntp.counters.reset()  # they count the traffic of steps
     return result
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raises errors of ours as such, out of what torch's checkpoint code wraps them in."""
+    try:
+        yield
+    except CheckpointException as error:
+        own = saving.own_error(error)
+        if own is None:
+            raise
+        raise own from error
+
+
+def _load_schedule(decision: loading.LoadDecision, opt_param_scheduler: Any) -> None:
+    """Goes on with learning rate and weight decay; Megatron loads them with the moments only."""
+    common = load_common_state_dict(str(decision.path))
+    if "opt_param_scheduler" in common:
+        opt_param_scheduler.load_state_dict(common["opt_param_scheduler"])

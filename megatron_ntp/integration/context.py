@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from megatron_ntp.comm.exchange import TrafficCounters
 from megatron_ntp.comm.groups import Membership
@@ -17,6 +18,9 @@ from megatron_ntp.plan.partition import UnitLayout
 from megatron_ntp.plan.plan import Plan
 from megatron_ntp.plan.topology import RankInfo, Topology
 from megatron_ntp.settings import NTPSettings
+
+if TYPE_CHECKING:
+    from megatron_ntp.integration.loading import LoadDecision
 
 
 @dataclass
@@ -30,6 +34,8 @@ class NTPContext:
     groups: Mapping[str, Membership] = field(default_factory=dict)
     batch: BatchShares | None = None
     counters: TrafficCounters = field(default_factory=TrafficCounters)
+    load: LoadDecision | None = None
+    checkpoint_nbytes_read: int = 0
     steps: int = 0
 
     @property

@@ -119,7 +119,13 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("data_parallel_random_init", _on, "replicas start from one set of weights"),
     Refusal("ckpt_format", _not_in(None, "torch_dist"), "only torch_dist can be cut differently"),
     Refusal("ckpt_fully_parallel_load", _on, "extra ranks are alone in their DP group and hang"),
-    Refusal("non_persistent_ckpt_type", _on, "local checkpoints cannot be cut differently"),
+    Refusal(
+        "non_persistent_ckpt_type",
+        lambda kind: kind in ("local", "in_memory"),
+        "local checkpoints (nvidia-resiliency-ext) lie on the nodes of ranks that may be lost, and "
+        "cannot be cut for another TP degree",
+    ),
+    Refusal("non_persistent_ckpt_type", lambda kind: kind == "global", "use --save-interval"),
     Refusal("ckpt_convert_format", _on, _UNTESTED),
     Refusal("use_mp_args_from_checkpoint_args", _on, "it would change the TP degree of the plan"),
     Refusal("full_validation", _on, _UNTESTED),
@@ -155,16 +161,6 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
 def _combinations(args: argparse.Namespace) -> list[str]:
     """Flags that are refused only together."""
     found = []
-    if (
-        args.save
-        and args.use_distributed_optimizer
-        and not getattr(args, "dist_ckpt_optim_fully_reshardable", False)
-        and not args.no_save_optim
-    ):
-        found.append(
-            "  --save with --use-distributed-optimizer: the default optimizer format cannot be "
-            "read at another TP degree; add --dist-ckpt-optim-fully-reshardable"
-        )
     if args.ntp_batch_policy not in (None, "keep"):
         if args.rampup_batch_size:
             found.append("  --rampup-batch-size with --ntp-batch-policy other than keep")

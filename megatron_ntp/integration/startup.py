@@ -17,9 +17,12 @@ from typing import Any
 import torch.distributed as dist
 from megatron.training import get_args
 
+from megatron_ntp.comm.board import Board
 from megatron_ntp.comm.groups import check_in
 from megatron_ntp.errors import PlanBatchError, StartError
 from megatron_ntp.integration import context
+from megatron_ntp.integration.loading import decide
+from megatron_ntp.integration.saving import print_warnings
 from megatron_ntp.plan.batch import BatchPolicy
 from megatron_ntp.plan.model import ModelDims
 from megatron_ntp.plan.plan import Plan
@@ -68,6 +71,7 @@ def initialize_distributed(original: Callable[..., None], *args: Any, **kwargs: 
     )
     ntp.batch = ntp.plan.batch(num_microbatches)
     bound = inspect.signature(original).bind(*args, **kwargs)
+    board = None
     if not dist.is_initialized():
         store = bound.arguments.get("store")
         if store is None:
@@ -80,8 +84,17 @@ def initialize_distributed(original: Callable[..., None], *args: Any, **kwargs: 
             ntp.plan.digest_entries(),
             ntp.settings.ntp_start_timeout,
         )
+        board = Board(
+            store,
+            "checkpoint",
+            ntp.global_rank,
+            megatron_args.world_size,
+            ntp.settings.ntp_start_timeout,
+        )
     if ntp.global_rank == 0:
         print(f"nonuniform TP plan:\n{ntp.plan.table()}", flush=True)
+    ntp.load = decide(ntp, megatron_args, board)
+    print_warnings(ntp, megatron_args, "start")
     original(*bound.args, **bound.kwargs)
 
 

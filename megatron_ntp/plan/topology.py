@@ -178,6 +178,11 @@ class Topology:
         """Whether all replicas have the same degree, so that nothing is ever resharded."""
         return len(set(self.degrees)) == 1
 
+    @property
+    def is_reduced(self) -> bool:
+        """Whether any replica has fewer ranks than a healthy one."""
+        return any(degree != self.nominal_tp for degree in self.degrees)
+
     def failed_slots(self, replica: int) -> tuple[int, ...]:
         self._require_replica(replica)
         return self._failed_by_replica.get(replica, ())

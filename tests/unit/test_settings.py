@@ -34,6 +34,8 @@ FROZEN = {
     "--ntp-bucket-size": (None, None),
     "--ntp-start-timeout": (300.0, None),
     "--ntp-stats-dir": (None, None),
+    "--ntp-load": ("full", ("full", "model-only", "or-scratch")),
+    "--ntp-checkpoint-check": ("files", ("files", "content")),
 }
 
 

@@ -1,0 +1,147 @@
+"""What can go wrong with a checkpoint that is being saved, said in time and in one place."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_ntp.checkpoint.choose import choose
+from megatron_ntp.checkpoint.examine import MARKER
+from megatron_ntp.checkpoint.folder import list_folder
+from megatron_ntp.checkpoint.judge import MODEL_ONLY, RESHARDABLE_FLAG
+from megatron_ntp.errors import CheckpointError, NTPError, UnsupportedFlagError
+from megatron_ntp.integration.context import NTPContext
+
+_FULL_BELOW_NBYTES = 1 << 16
+_WRITE_FAILED = ("No space left on device", "Input/output error", "Disk quota exceeded",
+                 "Read-only file system", "PytorchStreamWriter", "Stale file handle")  # fmt: skip
+
+
+def optimizer_cannot_be_resharded(args: argparse.Namespace) -> bool:
+    """Whether checkpoints of this run will hold optimizer state that fits one TP degree only."""
+    return bool(
+        args.use_distributed_optimizer
+        and not args.no_save_optim
+        and not getattr(args, "dist_ckpt_optim_fully_reshardable", False)
+    )
+
+
+def refuse_lost_state(args: argparse.Namespace, is_reduced: bool) -> None:
+    """A reduced job could not even be resumed from such checkpoints.
+
+    Raises:
+        UnsupportedFlagError: naming the flag that is missing.
+    """
+    if is_reduced and args.save and optimizer_cannot_be_resharded(args):
+        raise UnsupportedFlagError(
+            "--save with --use-distributed-optimizer: the default optimizer format cannot be read "
+            f"or written at the degrees of this job; add {RESHARDABLE_FLAG}"
+        )
+
+
+def warnings_of(args: argparse.Namespace) -> list[str]:
+    """Why what this run saves would be of no use, or of less, after a GPU is lost."""
+    if not args.save:
+        return ["nothing is saved (no --save): a failure loses all progress"]
+    if optimizer_cannot_be_resharded(args):
+        return [
+            "the optimizer state that is saved cannot be read at another TP degree: after a "
+            f"failure only the model could be loaded ({MODEL_ONLY}). Add {RESHARDABLE_FLAG}"
+        ]
+    if args.no_save_optim:
+        return [
+            "no optimizer state is saved (--no-save-optim): after a failure only the model could "
+            f"be loaded ({MODEL_ONLY})"
+        ]
+    return []
+
+
+def print_warnings(ntp: NTPContext, args: argparse.Namespace, when: str) -> None:
+    """One line for each, by global rank 0."""
+    if ntp.global_rank == 0:
+        for warning in warnings_of(args):
+            print(f"nonuniform TP WARNING ({when}): {warning}", flush=True)
+
+
+@contextmanager
+def guarded(ntp: NTPContext, args: argparse.Namespace, iteration: int) -> Iterator[None]:
+    """Around a save, on every rank: tells a failing disk as that.
+
+    An older checkpoint of the same iteration no longer counts as whole.
+
+    Raises:
+        CheckpointError: the checkpoint could not be written.
+    """
+    path = Path(args.save) / f"iter_{iteration:07d}"
+    if ntp.global_rank == 0:
+        # Megatron overwrites it file by file and marks it at the end. Left marked, a mixture of
+        # two saves would pass for a whole checkpoint if this one is interrupted.
+        (path / MARKER).unlink(missing_ok=True)
+    try:
+        yield
+    except NTPError:
+        raise
+    except Exception as error:
+        why = _disk_failure(error, Path(args.save))
+        if why is None:
+            raise
+        raise CheckpointError(
+            f"{path} could not be saved: {why}. It is incomplete and will not be loaded; earlier "
+            f"checkpoints were not touched ({_newest(Path(args.save))}). Make room or mend the "
+            "disk, and start again with the same flags"
+        ) from error
+
+
+def _disk_failure(error: BaseException, folder: Path) -> str | None:
+    """What is wrong with the disk, if that is what the error is about.
+
+    Ranks whose own writes went well learn only that another's did not, so they look for
+    themselves, and come to the same words.
+    """
+    try:
+        free_nbytes = shutil.disk_usage(folder).free
+    except OSError as lost:
+        return f"{folder} is gone ({lost.strerror})"
+    if free_nbytes < _FULL_BELOW_NBYTES:
+        return f"no space is left on the disk of {folder}"
+    for cause in _causes(error):
+        if isinstance(cause, OSError) and cause.errno not in (None, errno.ENOENT):
+            return os.strerror(cause.errno or 0)
+        text = str(cause)
+        if any(sign in text for sign in _WRITE_FAILED):
+            return text.strip().splitlines()[-1]
+    return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, what torch's checkpoint code wrapped in it, and what it was raised from."""
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        cause = waiting.pop(0)
+        if id(cause) in seen:
+            continue
+        seen.add(id(cause))
+        yield cause
+        failures = getattr(cause, "failures", None)
+        if isinstance(failures, dict):
+            waiting += [wrapped[0] for wrapped in failures.values() if isinstance(wrapped, tuple)]
+        waiting += [e for e in (cause.__cause__, cause.__context__) if e is not None]
+
+
+def own_error(error: BaseException) -> CheckpointError | None:
+    """The error of ours that torch's checkpoint code has wrapped, if there is one."""
+    return next((cause for cause in _causes(error) if isinstance(cause, CheckpointError)), None)
+
+
+def _newest(folder: Path) -> str:
+    try:
+        chosen = choose(list_folder(folder)).chosen
+    except CheckpointError:
+        return "which of them are whole cannot be read now"
+    return f"the newest whole one is {chosen.name}" if chosen else "there is no whole one yet"
