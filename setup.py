@@ -17,7 +17,7 @@ setup(
     # The scripts go along, so that `megatron-ntp rehearse` works without a checkout.
     packages=[*find_packages(include=["megatron_ntp", "megatron_ntp.*"]), "megatron_ntp.scripts"],
     package_dir={"megatron_ntp.scripts": "scripts"},
-    package_data={"megatron_ntp": ["patches/*"]},
+    package_data={"megatron_ntp": ["patches/*", "launchers/*.sbatch"]},
     # megatron-core ships its training loop from 0.17 on, and no wheel of it is for Python 3.14.
     python_requires=">=3.12,<3.14",
     install_requires=[
