@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import select
 import signal
@@ -54,15 +55,17 @@ class RankFailedError(NTPError):
     """A rank ended with an error, or did not end in time."""
 
 
-def own_group() -> None:
+def own_group(parent_pid: int) -> None:
     """Called in a new child: Ctrl-C is not for it, and it must not outlive its parent."""
     os.setpgid(0, 0)
-    die_with_parent()
+    die_with_parent(parent_pid)
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent_pid: int) -> None:
     """The kernel kills this process when the one that started it has died."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before the kernel knew
+        os._exit(1)
 
 
 def start_cold(words: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
@@ -74,16 +77,16 @@ def start_cold(words: Sequence[str], environment: Mapping[str, str], log: Path) 
             stdout=file,
             stderr=subprocess.STDOUT,
             env={**os.environ, **environment},
-            preexec_fn=own_group,
+            preexec_fn=functools.partial(own_group, os.getpid()),
         )
     process.returncode = 0  # waited for by Job: keeps Popen's finalizer from doing so as well
     return process.pid
 
 
-def _keep_store(port_writer: int) -> NoReturn:
+def _keep_store(port_writer: int, parent_pid: int) -> NoReturn:
     """In a fork: holds the store until killed, after writing the port it was given."""
     try:
-        own_group()
+        own_group(parent_pid)
         from torch.distributed import TCPStore
 
         store = TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False)
@@ -98,10 +101,11 @@ def _keep_store(port_writer: int) -> NoReturn:
 def _start_store() -> tuple[int, int]:
     """Process id and port of a store for one job."""
     reader, writer = os.pipe()
+    parent_pid = os.getpid()
     pid = os.fork()
     if pid == 0:
         os.close(reader)
-        _keep_store(writer)
+        _keep_store(writer, parent_pid)
     os.close(writer)
     ready, _, _ = select.select([reader], [], [], STORE_WAIT_S)
     port = os.read(reader, 16) if ready else b""

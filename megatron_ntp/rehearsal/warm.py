@@ -56,18 +56,19 @@ def start_warm(words: Sequence[str], environment: Mapping[str, str], log: Path) 
     """A `Starter`: a fork of this process, which `prepare` has made ready."""
     sys.stdout.flush()
     sys.stderr.flush()
+    parent_pid = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     status = 1
     try:
-        own_group()
+        own_group(parent_pid)
         _redirect(log)
         os.environ.update(environment)
         from megatron_ntp.cli import main
         from megatron_ntp.integration import preload
 
-        preload.start_result_queue(die_with_parent)
+        preload.start_result_queue(functools.partial(die_with_parent, os.getpid()))
         status = main(words)
     except SystemExit as request:
         status = request.code if isinstance(request.code, int) else int(request.code is not None)

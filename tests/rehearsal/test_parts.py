@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import math
+import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -209,16 +212,13 @@ def _starter(program: str) -> processes.Starter:
     """Ranks that run a program of their own in place of a training script."""
 
     def start(words: Sequence[str], environment: dict[str, str], log: Path) -> int:
-        import os
-        import subprocess
-
         with log.open("wb") as file:
             process = subprocess.Popen(
                 [sys.executable, "-c", program],
                 stdout=file,
                 stderr=file,
                 env={**os.environ, **environment},
-                preexec_fn=processes.own_group,
+                preexec_fn=functools.partial(processes.own_group, os.getpid()),
             )
         process.returncode = 0
         return process.pid
