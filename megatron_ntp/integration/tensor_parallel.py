@@ -43,6 +43,11 @@ def _init_uneven(original: Callable[..., None], size_name: str, args: Any, kwarg
     if group is None or size % group.size() == 0:
         original(*args, **kwargs)
         return False
+    if size < group.size():
+        raise NTPError(
+            f"{type(given['self']).__name__} with {size_name} {size} cannot be split over "
+            f"{group.size()} tensor-parallel ranks: each needs at least one"
+        )
     given[size_name] = balanced_sizes(size, group.size())[group.rank()] * group.size()
     original(*bound.args, **bound.kwargs)
     setattr(given["self"], size_name, size)
@@ -176,6 +181,12 @@ def _split_uneven(input_: Tensor, group: Any, dim: int) -> Tensor:
 
 def _gather_uneven(input_: Tensor, sizes: Sequence[int], group: Any, dim: int) -> Tensor:
     """All-gather of parts of different size, as parts padded to the largest."""
+    balanced = balanced_sizes(sum(sizes), group.size())
+    if tuple(sizes) != balanced:
+        raise NTPError(
+            f"parts of sizes {', '.join(map(str, sizes))} cannot be gathered: gradients are handed "
+            f"back in balanced parts, {', '.join(map(str, balanced))}. Cut the tensor like that"
+        )
     moved = input_.movedim(dim, 0)
     padded = moved.new_zeros((max(sizes), *moved.shape[1:]))
     padded[: moved.size(0)] = moved
