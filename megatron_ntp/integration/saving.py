@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from megatron_ntp.checkpoint.choose import choose
 from megatron_ntp.checkpoint.examine import MARKER
 from megatron_ntp.checkpoint.folder import list_folder
@@ -86,7 +88,7 @@ def guarded(ntp: NTPContext, args: argparse.Namespace, iteration: int) -> Iterat
         yield
     except NTPError:
         raise
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # torch derives it from BaseException
         why = _disk_failure(error, Path(args.save))
         if why is None:
             raise
@@ -112,7 +114,7 @@ def _disk_failure(error: BaseException, folder: Path) -> str | None:
     for cause in _causes(error):
         if isinstance(cause, OSError) and cause.errno not in (None, errno.ENOENT):
             return os.strerror(cause.errno or 0)
-        text = str(cause)
+        text = "" if isinstance(cause, CheckpointException) else str(cause)
         if any(sign in text for sign in _WRITE_FAILED):
             return text.strip().splitlines()[-1]
     return None
@@ -128,9 +130,8 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
             continue
         seen.add(id(cause))
         yield cause
-        failures = getattr(cause, "failures", None)
-        if isinstance(failures, dict):
-            waiting += [wrapped[0] for wrapped in failures.values() if isinstance(wrapped, tuple)]
+        if isinstance(cause, CheckpointException):
+            waiting += [failure for failure, _ in cause.failures.values()]
         waiting += [e for e in (cause.__cause__, cause.__context__) if e is not None]
 
 
