@@ -57,6 +57,7 @@ class Staging:
 
     def reserve(self, name: str, dtype: torch.dtype, numel: int) -> None:
         key = (name, dtype)
+        assert not any(used[:2] == key for used in self._buffers), f"staging {key} is in use"
         self._numel[key] = max(self._numel.get(key, 0), numel)
 
     def buffer(self, name: str, dtype: torch.dtype, slot: int, numel: int) -> Tensor:
