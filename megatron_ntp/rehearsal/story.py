@@ -8,7 +8,9 @@ undisturbed  plain Megatron, uniform degree, all steps in one go, no checkpoint
 
 from __future__ import annotations
 
+import itertools
 import json
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -139,6 +141,7 @@ class Story:
             options.repaired_after,
             (
                 *self._loads(),
+                *("--ckpt-step", str(options.resumed_after)),  # whatever a late kill let through
                 *self._saves(),
                 *exit_flags,
                 *ntp_flags,
@@ -240,12 +243,20 @@ class Story:
             if time.monotonic() > deadline:
                 raise job.stuck(f"phase {record.phase.name} took over {self._timeout_s:g} s")
             time.sleep(POLL_S / 4)
-        time.sleep((done_s[-1] - done_s[0]) / max(1, len(done_s) - 1) / 2)
+        # Not the mean: a step with a checkpoint may take as long as all the others.
+        step_s = [after - before for before, after in itertools.pairwise(done_s)] or [0.0]
+        time.sleep(statistics.median_low(step_s) / 2)
         job.kill(self.options.killed_ranks())
+        if len(read_losses(loss_log)) >= self.options.num_steps:
+            raise processes.RankFailedError(
+                f"the job had done all of its {self.options.num_steps} steps before a rank could "
+                "be killed. Give it more --steps after --fail-at"
+            )
 
     def _is_saved(self) -> bool:
         tracker = self._checkpoints / TRACKER
-        return tracker.exists() and tracker.read_text().strip() == str(self.options.resumed_after)
+        step = tracker.read_text().strip() if tracker.exists() else ""
+        return step.isdecimal() and int(step) >= self.options.resumed_after
 
     def _look(self, record: Record, loss_log: Path) -> None:
         record.losses = read_losses(loss_log)
@@ -258,7 +269,7 @@ class Story:
         ranks = ", ".join(map(str, options.killed_ranks()))
         self._progress.say(
             f"\nSIGKILL to rank {ranks} (replica:slot {format_failed(options.topology.failed)}) in "
-            f"step {max(healthy.losses) + 1}; the last checkpoint is of step "
+            f"step {max(healthy.losses) + 1}; back to the checkpoint of step "
             f"{options.resumed_after}. The plan for degrees {format_degrees(options.degrees)}:\n\n"
             f"{options.plan.table()}"
         )

@@ -14,7 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-SHORT = "--degrees 2,1 --heads 4 --steps 6 --save-interval 2 --fail-at 4 --microbatches 2".split()
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # a busy machine is slow to import
+
+SHORT = "--degrees 2,1 --heads 4 --steps 9 --save-interval 3 --fail-at 5 --microbatches 2".split()
 COMMAND = [sys.executable, "-m", "megatron_ntp", "rehearse", *SHORT]
 TIMEOUT_S = 240.0
 POLL_S = 0.02
@@ -85,7 +87,7 @@ def test_a_rehearsal_passes(passed: subprocess.CompletedProcess[str], output: Pa
     result = json.loads((output / "rehearsal.json").read_text())
     assert result["passed"] is True
     assert result["max_loss_rel_diff"] <= 1e-5
-    assert result["steps"] == 6
+    assert result["steps"] == 9
     assert result["degrees"] == [2, 1]
     assert result["reshard_bytes"] == result["reshard_bytes_minimum"] > 0
     assert len(result["optimizer_state_bytes"]) == 3
@@ -95,9 +97,9 @@ def test_a_rehearsal_passes(passed: subprocess.CompletedProcess[str], output: Pa
     phases = {"imports", "healthy", "reduced", "repaired", "undisturbed", "total"}
     assert set(result["seconds"]) == phases
     assert result["killed_ranks"] == [3]
-    assert result["killed_in_step"] >= 4
-    assert set(result["lost_losses"]) >= {"3"}
-    assert [step["step"] for step in result["losses"]] == [1, 2, 3, 4, 5, 6]
+    assert result["killed_in_step"] >= 5
+    assert "4" in result["lost_losses"]
+    assert [step["step"] for step in result["losses"]] == list(range(1, 10))
 
 
 def test_it_leaves_its_files_and_no_others(
@@ -108,7 +110,7 @@ def test_it_leaves_its_files_and_no_others(
     assert (output / "rehearsal.png").read_bytes().startswith(b"\x89PNG")
     plan = json.loads((output / "rehearsal" / "plan.json").read_text())
     assert plan["topology"]["failed"] == [[1, 1]]
-    assert (output / "rehearsal" / "checkpoints" / "iter_0000004").is_dir()
+    assert (output / "rehearsal" / "checkpoints" / "iter_0000006").is_dir()
 
 
 def test_it_tells_the_story(passed: subprocess.CompletedProcess[str]) -> None:
