@@ -36,6 +36,12 @@ def slurm(argv: Sequence[str]) -> int:
         parser.error("give --nodes, or --het for each part of a heterogeneous job")
     if options.het and options.nodes is not None:
         parser.error("--het takes the place of --nodes")
+    limit_s = time_limit_s(options.time)
+    if limit_s is not None and options.signal_before + 60 > limit_s:
+        parser.error(
+            f"--signal-before {options.signal_before} leaves no time to train in --time "
+            f"{options.time}: Slurm may signal another 60 s earlier"
+        )
     _check_shape(options)
     text = script(options, train)
     if options.script is None:
@@ -102,6 +108,18 @@ def _restart_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--requeue-at-limit", action="store_true", help="queue again after the time limit"
+    )
+
+
+def time_limit_s(text: str) -> int | None:
+    """Seconds of a Slurm time such as 30, 12:00:00 or 2-12; None for one that is no number."""
+    days, dash, rest = text.rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdecimal() for part in [*parts, *([days] if dash else [])]):
+        return None
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(
+        int(part) * unit for part, unit in zip(parts, units, strict=False)
     )
 
 

@@ -79,11 +79,29 @@ def test_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "--nodes 2 --tp 8",
         "--nodes 2 --het 1:8 --gpus-per-node 8 --tp 8",
         "--het 1 --gpus-per-node 8 --tp 8",
+        "--nodes 2 --gpus-per-node 8 --tp 8 --time 10",
     ],
 )
 def test_wrong_usage(words: str) -> None:
     with pytest.raises(SystemExit):
         slurm.slurm(words.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("10", 600),
+        ("10:30", 630),
+        ("12:00:01", 43201),
+        ("1-0", 86400),
+        ("1-2:03", 93780),
+        ("1-2:03:04", 93784),
+        ("UNLIMITED", None),
+        ("", None),
+    ],
+)
+def test_slurm_times(text: str, seconds: int | None) -> None:
+    assert slurm.time_limit_s(text) == seconds
 
 
 def test_a_shape_that_cannot_be_is_refused_before_the_queue() -> None:
