@@ -13,6 +13,7 @@ No port is fixed: a job's ranks meet in a store of its own.
 from __future__ import annotations
 
 import atexit
+import functools
 import inspect
 import os
 import pickle
@@ -289,8 +290,13 @@ def train(
     arguments: dict[str, Any],
 ) -> Any:
     """What a rank of ``run_training`` runs."""
+    from megatron_ntp.integration.preload import start_result_queue
     from megatron_ntp.launch import run
+    from megatron_ntp.rehearsal.processes import die_with_parent
 
+    if "--save" in argv:
+        # Megatron would start this server as a new Python that imports everything once more.
+        start_result_queue(functools.partial(die_with_parent, os.getpid()))
     if before is not None:
         load_function(before)(**arguments)
     try:
