@@ -41,6 +41,7 @@ def validate_args(
     refuse_unsupported(args)
     world_size = args.world_size
     topology, plan = job_topology(settings, args)
+    refuse_lost_state(args, topology.is_reduced)
     args.world_size = topology.nominal_world_size
     try:
         result = original(args, *rest, **kwargs)
@@ -48,7 +49,6 @@ def validate_args(
         args.world_size = world_size
     # Megatron derives some settings (gradient type, sequence parallelism) while it validates.
     refuse_unsupported(args)
-    refuse_lost_state(args, topology.is_reduced)
     context.activate(
         context.NTPContext(settings=settings, topology=topology, global_rank=args.rank, plan=plan)
     )

@@ -37,6 +37,7 @@ from megatron_ntp.integration.sync_model import SyncModel, SyncParam
 
 _PARAM = "param"
 _STATE = "state"
+_OWN = "own"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,44 +200,44 @@ def check_optimizer_format(metadata: Any) -> None:
         )
 
 
-# RNG state is one object per nominal TP rank, so that plain Megatron finds what it expects.
-
-_saving = False
-
-
-@contextmanager
-def _save_under_way() -> Iterator[None]:
-    global _saving
-    _saving = True
-    try:
-        yield
-    finally:
-        _saving = False
-
-
 def save_checkpoint(original: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> Any:
     """Wraps `megatron.training.checkpointing.save_checkpoint`. All ranks call it at once."""
     ntp = context.current()
     if ntp is None:
         return original(iteration, *args, **kwargs)
     saving.print_warnings(ntp, get_args(), f"checkpoint of iteration {iteration}")
-    with _save_under_way(), saving.guarded(ntp, get_args(), iteration):
+    with saving.guarded(ntp, get_args(), iteration):
         return original(iteration, *args, **kwargs)
 
 
 def get_rng_state(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Wraps `megatron.training.checkpointing.get_rng_state`."""
+    """Wraps `megatron.training.checkpointing.get_rng_state`: one object per nominal TP rank.
+
+    So plain Megatron finds what it expects. Where no replica has the last TP ranks any more, one
+    rank stands in for them, when saving and when loading: Megatron wants each object accounted for.
+    """
     state = original(*args, **kwargs)
     ntp = context.current()
     if ntp is None or not isinstance(state, ShardedObject):
         return state
-    shape = (state.global_shape[0], ntp.topology.nominal_tp)
+    nominal_tp = ntp.topology.nominal_tp
+    shape = (state.global_shape[0], nominal_tp)
     own = dataclasses.replace(state, global_shape=shape, replica_id=ntp.rank.dp_rank)
-    if not _saving or ntp.rank.dp_rank != 0 or ntp.rank.tp_rank != 0:
+    missing = range(max(ntp.topology.degrees), nominal_tp)
+    if not missing or ntp.rank.dp_rank != 0 or ntp.rank.tp_rank != 0:
         return own
-    # No replica has these TP ranks any more; a healthy job that resumes asks for them.
-    missing = range(ntp.degree, ntp.topology.nominal_tp)
-    return [own, *(dataclasses.replace(own, global_offset=(0, tp_rank)) for tp_rank in missing)]
+
+    def build(*unused: Any) -> dict[str, ShardedObject]:
+        others = {
+            str(tp_rank): dataclasses.replace(own, global_offset=(0, tp_rank))
+            for tp_rank in missing
+        }
+        return {_OWN: own, **others}
+
+    def merge(loaded: dict[str, Any]) -> Any:
+        return loaded[_OWN]
+
+    return ShardedTensorFactory(own.key, own.data, build, merge, own.replica_id)
 
 
 def load_checkpoint(

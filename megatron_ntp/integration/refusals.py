@@ -121,11 +121,10 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("ckpt_fully_parallel_load", _on, "extra ranks are alone in their DP group and hang"),
     Refusal(
         "non_persistent_ckpt_type",
-        lambda kind: kind in ("local", "in_memory"),
-        "local checkpoints (nvidia-resiliency-ext) lie on the nodes of ranks that may be lost, and "
-        "cannot be cut for another TP degree",
+        _on,
+        "local checkpoints (nvidia-resiliency-ext) lie on nodes that may be lost and cannot be cut "
+        "for another TP degree; in place of global ones save more often (--save-interval)",
     ),
-    Refusal("non_persistent_ckpt_type", lambda kind: kind == "global", "use --save-interval"),
     Refusal("ckpt_convert_format", _on, _UNTESTED),
     Refusal("use_mp_args_from_checkpoint_args", _on, "it would change the TP degree of the plan"),
     Refusal("full_validation", _on, _UNTESTED),

@@ -33,6 +33,7 @@ def rank_statistics(
         "exchanges": ntp.counters.exchanges,
         "tp_sums": ntp.counters.tp_sums,
         "bytes_sent": ntp.counters.bytes_sent,
+        "checkpoint_bytes_read": ntp.checkpoint_nbytes_read,
         "blocked_seconds": ntp.counters.blocked_s,
         "minimum_bytes_per_step": {
             "gradients": sum(grads for grads, _ in minima),
