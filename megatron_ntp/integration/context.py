@@ -37,6 +37,8 @@ class NTPContext:
     load: LoadDecision | None = None
     checkpoint_nbytes_read: int = 0
     steps: int = 0
+    must_check_in: bool = False
+    """Whether plans are still to be compared when process groups are made."""
 
     @property
     def rank(self) -> RankInfo:

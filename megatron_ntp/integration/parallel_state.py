@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_ntp.comm.groups import Membership, create_groups
-from megatron_ntp.errors import NTPError
+from megatron_ntp.comm.groups import Membership, check_in, create_groups
+from megatron_ntp.errors import NTPError, PlanTopologyError
 from megatron_ntp.integration import context
 from megatron_ntp.plan.topology import Topology
 
@@ -111,6 +112,15 @@ def initialize_model_parallel(original: Callable[..., None], *args: Any, **kwarg
         original(*args, **kwargs)
         return
     given = inspect.signature(original).bind(*args, **kwargs).arguments
+    nominal_tp = given.get("tensor_model_parallel_size", 1)
+    if nominal_tp != ntp.topology.nominal_tp:
+        raise PlanTopologyError(
+            f"initialize_model_parallel was given a TP size of {nominal_tp}, but the plan is for a "
+            f"healthy degree of {ntp.topology.nominal_tp}. Keep the healthy degree there; the plan "
+            "lowers it per replica"
+        )
+    if ntp.must_check_in:
+        _check_in(ntp)
     _check_known_globals()
     gloo = bool(given.get("create_gloo_process_groups", True))
     minutes = given.get("distributed_timeout_minutes", 30)
@@ -119,6 +129,19 @@ def initialize_model_parallel(original: Callable[..., None], *args: Any, **kwarg
     )
     ntp.groups = groups
     set_globals(groups, ntp.rank.dp_rank, ntp.topology.num_replicas, ntp.is_extra)
+
+
+def _check_in(ntp: context.NTPContext) -> None:
+    """Compares plans where no start-up code of Megatron has done so."""
+    assert ntp.plan is not None
+    check_in(
+        dist.distributed_c10d._get_default_store(),
+        ntp.global_rank,
+        ntp.topology.world_size,
+        ntp.plan.digest_entries(),
+        ntp.settings.ntp_start_timeout,
+    )
+    ntp.must_check_in = False
 
 
 def set_globals(
