@@ -33,6 +33,8 @@ COMMANDS: dict[str, Command] = {
     ),
     "plan": Command("megatron_ntp.plan_command:plan", "plan a job that lost GPUs, show a plan"),
     "run": Command("megatron_ntp.launch:run", "run a training script, with --ntp or on CPU"),
+    "nodes": Command("megatron_ntp.launchers.command:nodes", "start a job on what nodes have left"),
+    "slurm": Command("megatron_ntp.launchers.slurm:slurm", "write a batch script for Slurm"),
     "doctor": Command("megatron_ntp.doctor.command:doctor", "say what works here, and what not"),
     "flags": Command("megatron_ntp.flags:flags", "print the table of flags"),
     "patch": Command(
@@ -42,6 +44,7 @@ COMMANDS: dict[str, Command] = {
         "megatron_ntp.checkpoint.command:main", "list, inspect and verify checkpoints"
     ),
     "patches": Command("megatron_ntp.patching.cli:patches_main", "check the run-time patches"),
+    "power": Command("megatron_ntp.device.cli:power_main", "show, boost and restore power limits"),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from megatron_ntp.errors import NTPError
+from megatron_ntp.errors import NTPError, StartError
 
 
 class Fault(enum.StrEnum):
@@ -74,5 +74,5 @@ class DeviceError(NTPError):
         return cls(fault, f"NVML {call} answered {code} ({text})", uuid)
 
 
-class PowerRequiredError(NTPError):
+class PowerRequiredError(StartError):
     """--ntp-power require, and power limits cannot be set."""

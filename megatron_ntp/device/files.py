@@ -67,9 +67,13 @@ class Folder:
 
     def open_file(self, name: str, flags: int) -> int:
         """A descriptor of a regular file with one name; anything else there is refused."""
-        fd = os.open(
-            name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600, dir_fd=self.fd
-        )
+        flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            fd = os.open(name, flags, 0o600, dir_fd=self.fd)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise _refuse(f"{self.path / name} cannot be opened: {error}") from error
         found = os.fstat(fd)
         ours = not self.private or found.st_uid == os.geteuid()
         if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1 or not ours:
@@ -86,8 +90,6 @@ class Folder:
             fd = self.open_file(name, os.O_RDONLY)
         except FileNotFoundError:
             return None
-        except OSError as error:
-            raise _refuse(f"{self.path / name} cannot be read: {error}") from error
         with os.fdopen(fd, encoding="utf-8", errors="replace") as file:
             return file.read(MAX_FILE_BYTES)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_ntp.device.budget import BoardPower, DomainBudget, DomainShape, plan_budgets
+from megatron_ntp.device.budget import BoardPower, DomainBudget, DomainShape, plan_budgets, to_mw
 from megatron_ntp.device.errors import DeviceError, Fault
 from megatron_ntp.device.grants import Access
 from megatron_ntp.device.nvml import DeviceLayer, GpuReading, PowerLimits
@@ -106,14 +106,14 @@ class Keeper:
         nominal_mw = self._nominal_mw(request)
         self._check_dead(request)
         budget = plan_budgets(self._site, board, request.domains, nominal_mw)[request.domain]
-        self._budget, self._min_mw = budget, board.min_mw
+        self._budget, self._min_mw = budget, max(board.min_mw, to_mw(self._site.gpu.min_w or 0))
         if budget.has_headroom or any(kept.found_mw != nominal_mw for kept in self._kept.values()):
             for kept in self._kept.values():
                 self._write(kept, kept.found_mw)
         return OpenReply(
             board=self._layer.reading(request.gpu_uuids[0]).name,
             found_mw={uuid: kept.found_mw for uuid, kept in self._kept.items()},
-            min_mw=board.min_mw,
+            min_mw=self._min_mw,
             nominal_mw=nominal_mw,
             ceiling_mw=budget.ceiling_mw,
             bound_by=budget.bound_by,
@@ -146,7 +146,7 @@ class Keeper:
     def _nominal_mw(self, request: OpenRequest) -> int:
         found = {kept.found_mw for kept in self._kept.values()}
         stated_w = self._site.gpu.nominal_w
-        site_mw = None if stated_w is None else round(stated_w * 1000)
+        site_mw = None if stated_w is None else to_mw(stated_w)
         nominal_mw = request.nominal_mw or site_mw
         if nominal_mw is None and len(found) > 1:
             raise DeviceError(

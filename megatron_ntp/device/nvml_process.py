@@ -49,7 +49,8 @@ class NvmlProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._held: list[int] = []
-        self._given_up: list[subprocess.Popen[bytes]] = []
+        self._given_up: list[subprocess.Popen[bytes]] = []  # killed inside a call
+        self._ended: list[subprocess.Popen[bytes]] = []  # asked to go between calls
 
     # ---- who is there ----
 
@@ -121,8 +122,9 @@ class NvmlProcess:
         if self._socket is not None:
             self._socket.close()
         if self._process is not None:
-            self._given_up.append(self._process)
+            self._ended.append(self._process)
         self._socket = self._process = None
+        self._ended = [process for process in self._ended if process.poll() is None]
 
     def _call(self, method: str, *arguments: Any) -> Any:
         connection = self._socket or self._start()
@@ -174,8 +176,11 @@ class NvmlProcess:
         return reply
 
     def _give_up(self) -> None:
+        """For a process that does not answer: it is in some call, or dead."""
         if self._process is not None:
             self._process.kill()
+            self._given_up.append(self._process)
+            self._process = None
         self.close()
 
 

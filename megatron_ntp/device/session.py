@@ -75,7 +75,7 @@ class PowerSession:
         self._warned: set[object] = set()
         self._request: OpenRequest | None = None
         self._queue: deque[Observation] = deque(maxlen=MAX_QUEUE)
-        self._wake, self._stop = threading.Event(), threading.Event()
+        self._wake, self._stop, self._idle = (threading.Event() for _ in range(3))
         self._thread: threading.Thread | None = None
 
     @classmethod
@@ -141,6 +141,10 @@ class PowerSession:
 
     def status(self) -> PowerStatus:
         return self._status
+
+    def is_busy(self) -> bool:
+        """Whether steps that were handed in are still being worked on."""
+        return self._thread is not None and (bool(self._queue) or not self._idle.is_set())
 
     def close(self) -> None:
         """Restores the limits and ends. It may be called twice, and need not be called at all."""
@@ -253,9 +257,12 @@ class PowerSession:
     def _run(self) -> None:
         next_watch_s = 0.0
         while not self._stop.is_set():
+            self._idle.set()
             self._wake.wait(WATCH_EVERY_S)
+            self._idle.clear()
             self._wake.clear()
             if self._controller is None or self._client is None:
+                self._queue.clear()
                 continue
             try:
                 if time.monotonic() >= next_watch_s:

@@ -131,6 +131,18 @@ class LimitStore:
         layer.hold(fd)
         return Claim(uuid, fd, layer)
 
+    def is_claimed(self, uuid: str) -> bool:
+        """Whether somebody has the right to write this limit now. A moment later it may differ."""
+        _check_name(uuid)
+        fd = self.folder.open_file(uuid + _LOCK, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
     def read(self, uuid: str) -> LimitRecord | None:
         text = self.folder.read(uuid + _RECORD)
         if text is None:
@@ -210,13 +222,15 @@ class Settled:
         return self.outcome not in (Outcome.PENDING, Outcome.BUSY)
 
 
-def settle(layer: DeviceLayer, store: LimitStore, record: LimitRecord) -> Settled:
+def settle(
+    layer: DeviceLayer, store: LimitStore, record: LimitRecord, keep_record: bool = False
+) -> Settled:
     """Gives a GPU its found limit back, by the table above. The caller holds its claim."""
     try:
         settled = _settle(layer, store, record)
     except DeviceError as error:
         return _failed(record.uuid, error, record.found_mw)
-    if settled.is_over:
+    if settled.is_over and not keep_record:
         store.drop(record.uuid)
     return settled
 
@@ -260,6 +274,7 @@ def restore_all(
     store: LimitStore,
     uuids: list[str] | None = None,
     claim_timeout_s: float = RESTORE_CLAIM_TIMEOUT_S,
+    keep_records: bool = False,
 ) -> list[Settled]:
     """Settles every record whose job is gone. None: all GPUs that have a record."""
     results = []
@@ -272,7 +287,7 @@ def restore_all(
         try:
             record = store.read(uuid)
             if record is not None:
-                results.append(settle(layer, store, record))
+                results.append(settle(layer, store, record, keep_records))
         except DeviceError as error:
             results.append(_failed(uuid, error))
         finally:

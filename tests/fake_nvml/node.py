@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -288,7 +289,8 @@ class FakeNode:
 
     def advance(self, seconds: float) -> None:
         """Moves the model's clock, which stands still from the first call on."""
-        self.state.virtual_now_s = max(0.0, self.state.virtual_now_s) + seconds
+        now_s = self.state.virtual_now_s
+        self.state.virtual_now_s = (time.monotonic() if now_s < 0 else now_s) + seconds
 
     def env(self, **extra: str) -> dict[str, str]:
         """Environment of a process that is to see this node."""

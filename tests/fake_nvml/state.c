@@ -87,7 +87,16 @@ static int matches(const struct rule *rule, const char *function, int gpu_index)
     return strcmp(rule->function, function) == 0;
 }
 
-/* Sleeps unlocked: a call that hangs must not stop the other processes of the node. */
+/* Sleeps unlocked, since a call that hangs must not stop the other processes of the node, and until
+ * the time is over or a test clears the rule. */
+static void hang(const struct rule *rule, int hang_ms) {
+    enum { SLICE_MS = 5 };
+    unlock();
+    for (; hang_ms > 0 && rule->function[0]; hang_ms -= SLICE_MS)
+        usleep(SLICE_MS * 1000);
+    lock();
+}
+
 static int apply_rules(const char *function, int gpu_index) {
     for (int i = 0; i < MAX_RULES; i++) {
         struct rule *rule = &node->rules[i];
@@ -96,11 +105,8 @@ static int apply_rules(const char *function, int gpu_index) {
         int result = rule->result, hang_ms = rule->hang_ms;
         if (rule->remaining > 0)
             rule->remaining--;
-        if (hang_ms > 0) {
-            unlock();
-            usleep((useconds_t)hang_ms * 1000);
-            lock();
-        }
+        if (hang_ms > 0)
+            hang(rule, hang_ms);
         return result;
     }
     return NVML_SUCCESS;
