@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class NTPOptimizer(ChainedOptimizer):
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         check_optimizer_format(kwargs.get("metadata"))
-        with self._sync_order():
+        with self._sync_order(), self._offsets_without_padding():
             return super().sharded_state_dict(*args, **kwargs)
 
     def share_loss_scale(self) -> None:
@@ -73,6 +74,34 @@ class NTPOptimizer(ChainedOptimizer):
             for chunk in self.ntp_chunks:
                 stack.enter_context(chunk.ntp_params.sync_order())
             yield
+
+    @contextmanager
+    def _offsets_without_padding(self) -> Iterator[None]:
+        """Parameter offsets of the buffers leave out the padding at the ends of buckets inside.
+
+        To save fully reshardable state, Megatron (0.17 to 0.19) puts a buffer together without that
+        padding, and takes parameters from it at offsets that count it. Where a bucket that is not
+        the last has padding, it would save the state of other parameters. Uneven shards do.
+        """
+        buffers = [buffer for chunk in self.ntp_chunks for buffer in chunk.buffers]
+        padded = [buffer.param_index_map for buffer in buffers]
+        for buffer in buffers:
+            sizes = [bucket.numel_unpadded for bucket in buffer.buckets]
+            gaps = [
+                bucket.offset - offset
+                for bucket, offset in zip(
+                    buffer.buckets, accumulate(sizes, initial=0), strict=False
+                )
+            ]
+            buffer.param_index_map = {
+                param: (start - gaps[bucket_id], end - gaps[bucket_id], bucket_id)
+                for param, (start, end, bucket_id) in buffer.param_index_map.items()
+            }
+        try:
+            yield
+        finally:
+            for buffer, index_map in zip(buffers, padded, strict=True):
+                buffer.param_index_map = index_map
 
     @torch.no_grad()
     def _share_answers(
