@@ -70,9 +70,11 @@ _GPU_FLAGS: dict[str, str] = {
     "--use-torch-fsdp2": "it needs NCCL",
     "--use-megatron-fsdp": "it needs NCCL",
     "--use-nccl-ub": "it needs NCCL",
-    "--nccl-ub": "it needs NCCL",
     "--enable-cuda-graph": "CUDA graphs need a GPU",
     "--external-cuda-graph": "CUDA graphs need a GPU",
+    "--optimizer-cuda-graph": "CUDA graphs need a GPU",
+    "--te-rng-tracker": "it needs Transformer Engine",
+    "--use-te-activation-func": "it needs Transformer Engine",
 }
 
 _ENVIRONMENT: dict[str, str] = {
