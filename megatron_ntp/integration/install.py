@@ -14,7 +14,8 @@ def registry() -> Registry:
     """The catalog against the installed megatron-core."""
     from megatron.core import package_info
 
-    return Registry("megatron", package_info.__version__, ROWS)
+    # Behind a plus sign Megatron adds the commit of whatever repository the process is started in.
+    return Registry("megatron", package_info.__version__.partition("+")[0], ROWS)
 
 
 def install() -> Registry:
