@@ -44,6 +44,7 @@ COMMANDS: dict[str, Command] = {
         "megatron_ntp.checkpoint.command:main", "list, inspect and verify checkpoints"
     ),
     "patches": Command("megatron_ntp.patching.cli:patches_main", "check the run-time patches"),
+    "health": Command("megatron_ntp.device.cli:health_main", "say which GPUs of a node can train"),
     "power": Command("megatron_ntp.device.cli:power_main", "show, boost and restore power limits"),
 }
 

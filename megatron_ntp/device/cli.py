@@ -8,12 +8,19 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_ntp.device import commands, keeper_process
+from megatron_ntp.device import commands, health_command, keeper_process
 from megatron_ntp.device.errors import DeviceError
 from megatron_ntp.device.grants import DEFAULT_GRANTS_FOLDER
+from megatron_ntp.device.health import HOOK_TIMEOUT_S
+from megatron_ntp.device.nvml_process import DEFAULT_DEADLINE_S
 from megatron_ntp.device.serve import DEFAULT_SOCKET
+from megatron_ntp.device.xids import DEFAULT_SINCE_S, KERNEL_LOG
 
 Run = Callable[[argparse.Namespace], int]
+GPUS_HELP = (
+    "indices or UUIDs, separated by commas, or `cuda` for those of CUDA_VISIBLE_DEVICES; "
+    "default: all of the node"
+)
 
 
 def power_main(argv: Sequence[str] | None = None) -> int:
@@ -26,6 +33,43 @@ def power_main(argv: Sequence[str] | None = None) -> int:
     arguments = _power_parser().parse_args(words)
     arguments.command = command
     return _run(arguments.run, arguments)
+
+
+def health_main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `megatron-ntp health`."""
+    arguments = _health_parser().parse_args(sys.argv[1:] if argv is None else argv)
+    return _run(health_command.health, arguments)
+
+
+def _health_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-ntp health",
+        description="Which GPUs of this node can train. Exit status: 0 all ok, 1 not known, "
+        "2 wrong usage, 3 some are suspect, 4 some are dead.",
+    )
+    parser.add_argument("--json", action="store_true", help="JSON instead of a table")
+    parser.add_argument(
+        "--deadline", type=float, default=DEFAULT_DEADLINE_S, help="seconds an NVML call may take"
+    )
+    parser.add_argument("--gpus", help=GPUS_HELP)
+    parser.add_argument("--expect", default="", help="UUIDs that must be there, comma-separated")
+    parser.add_argument(
+        "--expect-idle", action="store_true", help="processes on a GPU make it suspect"
+    )
+    parser.add_argument("--hook", default="", help="site's command that prints JSON verdicts")
+    parser.add_argument("--hook-timeout", type=float, default=HOOK_TIMEOUT_S, metavar="SECONDS")
+    parser.add_argument(
+        "--treat",
+        action="append",
+        default=[],
+        metavar="REASON=VERDICT",
+        help="overrule what a reason means, e.g. nvlink-down=dead or xid-48=dead",
+    )
+    parser.add_argument("--kernel-log", type=Path, default=KERNEL_LOG, help="where XIDs are logged")
+    parser.add_argument(
+        "--xids-since", type=float, default=DEFAULT_SINCE_S, metavar="SECONDS", help="how far back"
+    )
+    return parser
 
 
 def _run(run: Run, arguments: argparse.Namespace) -> int:
@@ -46,7 +90,7 @@ def _power_parser() -> argparse.ArgumentParser:
     common.add_argument("--json", action="store_true", help="JSON instead of a table")
     common.add_argument("--dry-run", action="store_true", help="show what would be done only")
     gpus = argparse.ArgumentParser(add_help=False)
-    gpus.add_argument("--gpus", help="indices or UUIDs, separated by commas; default: all")
+    gpus.add_argument("--gpus", help=GPUS_HELP)
     commands_parser = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, run: Run, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:

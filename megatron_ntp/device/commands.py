@@ -28,7 +28,7 @@ from megatron_ntp.device.files import Folder
 from megatron_ntp.device.grants import Grant, OwnRights, remove_grant, write_grant
 from megatron_ntp.device.keeper import Keeper
 from megatron_ntp.device.model import ModelFile, PowerCurve, reduction_gap
-from megatron_ntp.device.naming import find_gpus, list_gpus
+from megatron_ntp.device.naming import find_gpus, list_gpus, select_gpus
 from megatron_ntp.device.nvml import DeviceLayer, PowerLimits, PowerScope
 from megatron_ntp.device.nvml_process import NvmlProcess
 from megatron_ntp.device.protocol import OpenReply, OpenRequest
@@ -75,10 +75,7 @@ def open_layer(arguments: argparse.Namespace) -> Iterator[NvmlProcess]:
 
 
 def _uuids(arguments: argparse.Namespace, layer: DeviceLayer) -> tuple[str, ...]:
-    gpus = list_gpus(layer)
-    if arguments.gpus is None:
-        return tuple(gpu.uuid for gpu in gpus if gpu.uuid is not None)
-    return find_gpus(arguments.gpus.split(","), gpus)
+    return select_gpus(arguments.gpus, list_gpus(layer), os.environ)
 
 
 def _site(arguments: argparse.Namespace) -> SitePower:
@@ -245,6 +242,7 @@ def _plan_row(
 
 def boost(arguments: argparse.Namespace) -> int:
     """Boosts GPUs by hand while a command runs, or until Ctrl-C, and restores them."""
+    _site(arguments)  # its errors are wrong usage, before any process starts
     with open_layer(arguments) as layer:
         uuids = _uuids(arguments, layer)
         dead = find_gpus(arguments.dead.split(","), list_gpus(layer)) if arguments.dead else ()

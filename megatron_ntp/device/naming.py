@@ -88,6 +88,17 @@ def visible_gpus(environ: Mapping[str, str], gpus: Sequence[GpuIdentity]) -> Vis
     return resolve_visible(environ.get(VISIBLE_VARIABLE), gpus, pci_order)
 
 
+def select_gpus(
+    spec: str | None, gpus: Sequence[GpuIdentity], environ: Mapping[str, str]
+) -> tuple[str, ...]:
+    """What an operator's --gpus means: nothing is all, `cuda` what CUDA shows, else names."""
+    if spec is None:
+        return tuple(gpu.uuid for gpu in gpus if gpu.uuid is not None)
+    if spec == "cuda":
+        return visible_gpus(environ, gpus).uuids
+    return find_gpus(spec.split(","), gpus)
+
+
 def find_gpus(names: Sequence[str], gpus: Sequence[GpuIdentity]) -> tuple[str, ...]:
     """UUIDs of GPUs that an operator named by index, UUID or beginning of one."""
     found = []

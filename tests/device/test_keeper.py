@@ -9,9 +9,10 @@ from fake_nvml import FakeNode, SetPrivilege
 from power_kit import ROOMY, all_to, make_keeper, request, roomy_site
 
 from megatron_ntp.device.errors import DeviceError, Fault
-from megatron_ntp.device.nvml import DeviceLayer
+from megatron_ntp.device.nvml import DeviceLayer, Nvml
+from megatron_ntp.device.nvml_process import NvmlProcess
 from megatron_ntp.device.site import parse_site
-from megatron_ntp.device.state import LimitStore, Outcome
+from megatron_ntp.device.state import LimitStore, Outcome, restore_all
 
 MakeStore = Callable[[], LimitStore]
 
@@ -293,3 +294,68 @@ def test_module_scope_only_where_the_site_asks(
     assert node.gpu(0).module_limit.requested_mw == 900_000 and set(node.limits_w()) == {500.0}
     keeper.restore()
     assert {node.gpu(i).module_limit.requested_mw for i in range(8)} == {800_000}
+
+
+# ---- calls that hang ----
+
+
+def test_hanging_write_stops_the_others_and_may_land_later(
+    node: FakeNode, process_layer: NvmlProcess, store: LimitStore
+) -> None:
+    keeper = make_keeper(process_layer, store, roomy_site())
+    keeper.open(request(node.uuids[:3], num_gpus=4))
+    node.add_rule("nvmlDeviceSetPowerManagementLimit", gpu=1, hang_ms=600_000)
+    results = keeper.set_limits(all_to(node.uuids[:3], 600))
+    assert {results[uuid].fault for uuid in node.uuids[1:3]} == {Fault.TIMEOUT}
+    assert "not tried" in results[node.uuids[2]].message
+    record = store.read(node.uuids[1])
+    assert record is not None and 600_000 in record.ours_mw
+    node.clear_rules()
+    assert {entry.outcome for entry in keeper.restore()} <= {Outcome.RESTORED, Outcome.UNCHANGED}
+    assert node.limits_w() == [500.0] * 8
+
+
+class Unsettled(Nvml):
+    """A layer whose killed process hangs on in the kernel and will write for a while yet."""
+
+    is_settled = False
+
+    def writes_settled(self) -> bool:
+        return self.is_settled
+
+
+def test_record_stays_while_a_late_write_may_still_land(
+    node: FakeNode, layer: DeviceLayer, store: LimitStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_ntp.device.keeper.SETTLE_TIMEOUT_S", 0.05)
+    late = Unsettled()
+    late.is_settled = True
+    keeper = make_keeper(late, store, roomy_site())
+    keeper.open(request(node.uuids[:2], num_gpus=3))
+    keeper.set_limits(all_to(node.uuids[:2], 600))
+    late.is_settled = False
+    assert {entry.outcome for entry in keeper.restore()} == {Outcome.PENDING}
+    assert store.recorded_uuids() == node.uuids[:2]
+    node.gpu(0).set_limit_w(600)  # it lands
+    assert [entry.outcome for entry in restore_all(layer, store)] == [Outcome.RESTORED] * 2
+    assert node.limits_w() == [500.0] * 8
+
+
+def test_unfinished_write_counts_at_its_most(
+    node: FakeNode, layer: DeviceLayer, store: LimitStore
+) -> None:
+    """Found at 700 W, ceiling 571 W: a write that hangs leaves the 700 W in the sum."""
+    node.gpu(0).set_limit_w(700)
+    late = Unsettled()
+    late.is_settled = True
+    keeper = make_keeper(late, store)
+    keeper.open(request(node.uuids[:7], nominal_w=500))
+    keeper.set_limits(all_to(node.uuids[:1], 571))
+    keeper._kept[node.uuids[0]].most_mw = 700_000  # as a write of 700 W that hangs leaves it
+    late.is_settled = False
+    results = keeper.set_limits(all_to(node.uuids[1:7], 571))
+    assert Fault.OUT_OF_RANGE in {result.fault for result in results.values()}
+    late.is_settled = True
+    results = keeper.set_limits(all_to(node.uuids[1:7], 571))
+    assert {result.fault for result in results.values()} == {None}
+    keeper.restore()

@@ -11,6 +11,7 @@ from megatron_ntp.device.naming import (
     is_gpu_uuid,
     list_gpus,
     resolve_visible,
+    select_gpus,
     visible_gpus,
 )
 from megatron_ntp.device.nvml import DeviceLayer, GpuIdentity
@@ -109,6 +110,13 @@ def test_operators_name_gpus_by_index_or_uuid() -> None:
         with pytest.raises(DeviceError, match="names no GPU") as caught:
             find_gpus([name], WITH_MIG)
         assert caught.value.fault is Fault.NOT_FOUND
+
+
+def test_gpus_option() -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "2,1"}
+    assert select_gpus(None, ALIKE, environ) == UUIDS
+    assert select_gpus("cuda", ALIKE, environ) == (UUIDS[2], UUIDS[1])
+    assert select_gpus("0,GPU-1", ALIKE, environ) == (UUIDS[0], UUIDS[2])
 
 
 @pytest.mark.parametrize(

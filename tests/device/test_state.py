@@ -129,6 +129,17 @@ def test_write_that_reads_back_differently_is_not_over(
 ) -> None:
     store = make_store()
     record = boosted(node, store, layer)
+    node.gpu(0).ignores_sets = 1
+    settled = settle(layer, store, record)
+    assert settled.outcome is Outcome.PENDING and "700 W was read back" in settled.detail
+    assert store.read(record.uuid) == record
+
+
+def test_restore_that_is_refused_is_not_over(
+    node: FakeNode, layer: DeviceLayer, make_store: MakeStore
+) -> None:
+    store = make_store()
+    record = boosted(node, store, layer)
     node.add_rule("nvmlDeviceSetPowerManagementLimit", result=4)
     settled = settle(layer, store, record)
     assert (settled.outcome, settled.fault) == (Outcome.PENDING, Fault.NO_PERMISSION)

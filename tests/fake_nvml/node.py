@@ -76,6 +76,7 @@ class FakeGpu(ctypes.Structure):
         ("throttled", ctypes.c_uint32),
         ("supports_limits", ctypes.c_uint32),
         ("supports_module", ctypes.c_uint32),
+        ("ignores_sets", ctypes.c_uint32),
         ("remap_corrected", ctypes.c_uint32),
         ("remap_uncorrected", ctypes.c_uint32),
         ("remap_pending", ctypes.c_uint32),

@@ -245,7 +245,7 @@ static int set_limit(nvmlDevice_t device, const char *function, unsigned scope, 
         code = NO_PERMISSION;
     else if (value_mw < limits->min_mw || value_mw > limits->max_mw)
         code = INVALID_ARGUMENT;
-    else
+    else if (!gpu->ignores_sets)
         limits->requested_mw = value_mw;
     log_write(function, gpu, value_mw, code);
     return leave(code);

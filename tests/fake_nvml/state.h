@@ -41,6 +41,7 @@ struct fake_gpu {
     uint32_t max_clock_mhz, locked_min_mhz, locked_max_mhz;
     uint32_t throttled;       /* thermal slowdown is on (with hysteresis) */
     uint32_t supports_limits, supports_module;
+    uint32_t ignores_sets;    /* 1: a set succeeds and changes nothing */
     uint32_t remap_corrected, remap_uncorrected, remap_pending, remap_failure;
     uint32_t recovery_action;
     uint32_t num_links, link_active[MAX_LINKS];
