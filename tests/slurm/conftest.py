@@ -72,13 +72,14 @@ class Site:
 
 
 @pytest.fixture
-def site(cluster: Cluster, tmp_path: Path) -> Iterator[Site]:
+def site(cluster: Cluster) -> Iterator[Site]:
     """Prints afterwards what jobs said: pytest shows it where a test fails."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    yield Site(cluster, tmp_path)
+    folder = Path(tempfile.mkdtemp(prefix="job-", dir=cluster.folder))
+    yield Site(cluster, folder)
     print(cluster.call("squeue", check=False))
     cluster.call("scancel", "--user=root", check=False)
-    for path in sorted([*tmp_path.glob("*.out"), *tmp_path.glob("ntp-runs/*/*/rank-*")]):
+    for path in sorted([*folder.glob("*.out"), *folder.glob("ntp-runs/*/*/rank-*")]):
         print(f"--- {path.name}\n{path.read_text()[-3000:]}")
     for path in sorted(cluster.folder.glob("*.log")):
         print(f"--- {path.name}\n" + "\n".join(path.read_text().splitlines()[-15:]))
