@@ -47,7 +47,14 @@ def _health_parser() -> argparse.ArgumentParser:
         description="Which GPUs of this node can train. Exit status: 0 all ok, 1 not known, "
         "2 wrong usage, 3 some are suspect, 4 some are dead.",
     )
-    parser.add_argument("--json", action="store_true", help="JSON instead of a table")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="JSON instead of a table")
+    form.add_argument(
+        "--lines",
+        action="store_true",
+        help="one line `UUID reason` per dead GPU and status 0, as `megatron-ntp slurm --health` "
+        "reads it",
+    )
     parser.add_argument(
         "--deadline", type=float, default=DEFAULT_DEADLINE_S, help="seconds an NVML call may take"
     )

@@ -44,6 +44,8 @@ def health(arguments: argparse.Namespace) -> int:
     finally:
         layer.close()
     rows = [_row(gpu) for gpu in found.gpus if wanted is None or gpu.uuid in wanted or not gpu.uuid]
+    if arguments.lines:
+        return _print_lines(found, rows)
     notes = [f"node: {finding.verdict}: {finding}" for finding in found.findings]
     show(rows, COLUMNS, arguments.json, notes, verdict=found.verdict)
     return _status(found, rows)
@@ -66,6 +68,15 @@ def _row(gpu: GpuHealth) -> dict[str, object]:
         "findings": [vars(finding) for finding in gpu.findings],
         "pids": list(gpu.pids),
     }
+
+
+def _print_lines(found: NodeHealth, rows: Sequence[dict[str, object]]) -> int:
+    """For a scheduler's health command: its status says whether the check itself worked."""
+    for row in rows:
+        if row["verdict"] is Verdict.DEAD:
+            print(row["uuid"] or row["index"], row["reasons"])
+    driver = any(finding.reason == "driver" for finding in found.findings)
+    return UNKNOWN_STATUS if driver else 0
 
 
 def _status(found: NodeHealth, rows: Sequence[dict[str, object]]) -> int:

@@ -289,6 +289,21 @@ def test_command_prints_a_table_and_a_status(node: FakeNode, tmp_path: Path) -> 
     assert run(node, *log, "--treat", "remap=ok").returncode == 2
 
 
+def test_command_prints_lines_for_a_scheduler(node: FakeNode, tmp_path: Path) -> None:
+    node.gpu(2).remap_failure = 1
+    node.gpu(4).lost = 1
+    node.gpu(5).remap_pending = 1
+    log = str(write_log(tmp_path / "kmsg"))
+    result = run(node, "--lines", "--kernel-log", log, "--expect", node.uuids[4])
+    assert result.returncode == 0
+    assert result.stdout.splitlines() == [
+        f"{node.uuids[2]} row-remap-failure",
+        "4 lost (GPU lost)",
+        f"{node.uuids[4]} not-present (expected, and not enumerated by the driver)",
+    ]
+    assert run(node, "--lines", FAKE_NVML_STATE="/nonexistent").returncode == 1
+
+
 def test_command_without_a_driver(node: FakeNode) -> None:
     result = run(node, FAKE_NVML_STATE="/nonexistent")
     assert result.returncode == 1 and "NVML missing" in result.stdout

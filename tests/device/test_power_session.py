@@ -97,6 +97,8 @@ class Job:
         for _ in range(steps):
             wait_s, step_s = self.timings()
             self.gaps.append(wait_s / step_s)
+            limit_w = self.node.gpu(0).requested_w
+            print(f"step {self.step}: {limit_w:g} W, gap {100 * wait_s / step_s:.1f} %")
             self.session.observe(self.step, wait_s, step_s)
             self.step += 1
             give_up_at = time.monotonic() + 30
@@ -432,6 +434,7 @@ def test_training_thread_makes_no_nvml_call_and_pays_microseconds(
     calls = [event for event in job_node.events() if event["event"] == "call"]
     assert len(calls) > 100
     assert os.getpid() not in {call["pid"] for call in calls}
+    print(f"observe and remaining_gap: {1e6 * statistics.median(costs_s):.0f} us of the thread")
     assert statistics.mean(costs_s) < 0.0005 and statistics.median(costs_s) < 0.0001
 
 
@@ -454,6 +457,7 @@ def test_control_step_costs_less_than_1_ms_of_the_process_when_nothing_changes(
     cost_s = (time.process_time() - started) / steps
     session.close()
     assert len(job_node.writes()) - num_writes == 7, "only the restore wrote"
+    print(f"control step: {1e3 * cost_s:.2f} ms of the training process")
     assert cost_s < 0.001, f"{1e3 * cost_s:.3f} ms per control step"
 
 
