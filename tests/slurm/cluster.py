@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from pathlib import Path
 PROGRAMS = ("slurmctld", "slurmd", "munged", "munge", "sbatch", "srun", "scontrol")
 NODES = ("n1", "n2")
 GPUS_PER_NODE = 2
-_SEARCH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+_SEARCH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 _START_DEADLINE_S = 90.0
 
 _CONFIG = """

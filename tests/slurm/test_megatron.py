@@ -48,13 +48,19 @@ def steps(log: str) -> dict[int, float]:
 def test_megatron_goes_on_at_the_reduced_degree(site: Site) -> None:
     tracker = site.folder / "checkpoints" / "latest_checkpointed_iteration.txt"
     job_id = site.submit(" ".join(TRAIN.split()))
-    wait_for("the first checkpoint", tracker.exists, 700)
+
+    def going() -> bool:
+        state = site.cluster.job(job_id)["JobState"]
+        assert state in ("PENDING", "CONFIGURING", "RUNNING"), site.output(job_id)
+        return tracker.exists()
+
+    wait_for("the first checkpoint", going, 700)
     (site.folder / "faults.txt").write_text("n1 1 XID 79\n")
     os.kill(rank_process(str(site.folder), 1).pid, signal.SIGKILL)
     ended = site.cluster.wait_for_end(job_id, 700)
     output = site.output(job_id)
     assert ended["ExitCode"] == "0:0", output
-    assert "attempt 1 ended with status 137" in output
+    assert re.search(r"attempt 1 ended with status [1-9]", output), "peers may end before it"
     first, second = site.ranks(job_id, 1), site.ranks(job_id, 2)
     assert list(second) == ["00.n2", "01.n2", "02.n1"]
     before, after = steps(first["03.n2"]), steps(second["02.n1"])
