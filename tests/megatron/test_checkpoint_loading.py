@@ -1,11 +1,12 @@
 """Real jobs that start from folders as failures leave them.
 
-Checkpoints are made by plain Megatron at TP 2. With a healthy TP degree of 2, `--ntp-degrees 1,1` is
-the smallest job that has lost GPUs in every replica, and `2,1` the smallest with an extra rank.
+Checkpoints are made by plain Megatron at TP 2. With a healthy TP degree of 2, degrees 1,1 are the
+smallest job that has lost GPUs in every replica, and 2,1 the smallest with an extra rank.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import subprocess
@@ -124,7 +125,9 @@ def test_a_checkpoint_is_what_the_command_says_it_is(saved: Path, core: Path | N
 
 def test_arguments_from_a_checkpoint_that_is_whole(core: Path | None, folder: Path) -> None:
     truncate(newest_shard(folder), 1)
-    found = ours("1,1", "--load", folder, "--exit-interval", "3", "--use-checkpoint-args", core=core)
+    found = ours(
+        "1,1", "--load", folder, "--exit-interval", "3", "--use-checkpoint-args", core=core
+    )
     assert list(found.losses) == [3]
 
 
@@ -240,9 +243,11 @@ def test_a_disk_that_cannot_be_read(saved: Path, core: Path | None) -> None:
     listing = ours("2,1", "--load", saved, core=core, check=False, before=fail_to_list)
     assert f"{saved} cannot be read: Input/output error (errno 5)" in single_error(listing)
     reading = ours("2,1", "--load", saved, core=core, check=False, before=fail_to_read)
-    error = single_error(reading)
+    # The other ranks may notice that rank 1 has gone, each in its own words.
+    assert "\n".join(reading.stderr).count(ERROR) == 1
+    error = reading.stderr[1].partition(ERROR)[2]
     assert "cannot be read as its metadata says: [Errno 5] Input/output error" in error
-    assert "reported by rank 1" in error
+    assert not any(status == 0 for status in reading.statuses)
     assert content_of(saved) == before
 
 
@@ -285,13 +290,21 @@ def test_a_full_disk_is_one_error_and_costs_no_earlier_checkpoint(
     assert content_of(path / "iter_0000004") == kept
 
 
+def fork_workers() -> None:
+    """In a rank: Megatron's checkpoint worker is forked, or it would have no CPU runtime."""
+    import torch.multiprocessing
+
+    fork = torch.multiprocessing.get_context("fork")
+    torch.multiprocessing.get_context = lambda *unused: fork
+
+
 def test_an_asynchronous_save_is_whole_and_can_be_loaded(
     saved: Path, tmp_path: Path, core: Path | None
 ) -> None:
     path = tmp_path / "async"
     flags = ("--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-worker")
     argv = ("--load", saved, "--save", path, *flags, "--exit-interval", "7")
-    wrote = ours("2,1", *argv, core=core)
+    wrote = ours("2,1", *argv, core=core, before=fork_workers)
     assert "scheduled an async checkpoint save at iteration" in "\n".join(wrote.stdout)
     choice = choose(list_folder(path))
     assert choice.chosen is not None and choice.chosen.candidate.iteration is not None
@@ -299,3 +312,76 @@ def test_an_asynchronous_save_is_whole_and_can_be_loaded(
     assert contents(choice.chosen) == []
     again = ours("1,1", "--load", path, "--ckpt-step", "6", "--exit-interval", "7", core=core)
     assert again.losses[7] == pytest.approx(wrote.losses[7], rel=1e-5)
+
+
+# --- bytes --------------------------------------------------------------------------------------
+
+_WIDE = jobs.Model(
+    "wide", jobs.LLAMA.flags, heads=6, groups=6, ffn=384, kv_channels=32, hidden=192, layers=1,
+    vocab=768, vocab_flag=750,
+)  # fmt: skip
+_FP32_NBYTES_PER_ELEMENT = 16  # the model's, and main parameter and two moments of the optimizer
+_RANDOM_STATE_NBYTES = 40_000
+_reads: dict[str, int] = {"nbytes": 0, "metadata_nbytes": 0}
+
+
+def count_reads() -> None:
+    """In a rank: counts what the process reads, by the kernel's count, while it loads tensors."""
+    import recording
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+
+    recording.before()
+    original = TorchDistLoadShardedStrategy.load
+
+    def read_so_far() -> int:
+        text = Path("/proc/self/io").read_text()
+        return int(text.split("rchar:")[1].split()[0])
+
+    def load(self: Any, state: Any, checkpoint_dir: Any, *rest: Any, **kwargs: Any) -> Any:
+        before = read_so_far()
+        result = original(self, state, checkpoint_dir, *rest, **kwargs)
+        _reads["nbytes"] = read_so_far() - before
+        _reads["metadata_nbytes"] = (Path(checkpoint_dir) / ".metadata").stat().st_size
+        return result
+
+    TorchDistLoadShardedStrategy.load = load
+
+
+def what_was_read() -> tuple[Any, int, int]:
+    """In a rank, at the end: its record, bytes read, and how many of them are metadata."""
+    import recording
+
+    return recording.after(), _reads["nbytes"], _reads["metadata_nbytes"]
+
+
+def test_a_rank_reads_its_own_shard_and_an_extra_rank_none(
+    core: Path | None, tmp_path: Path
+) -> None:
+    """Saved as one chunk per tensor, so that a reader of whole chunks would read all of them."""
+    saved = jobs.start(_WIDE, jobs.DISTRIBUTED, core=core)
+    argv = [*_WIDE.argv(3), *jobs.DISTRIBUTED, "--global-batch-size", str(jobs.GLOBAL_BATCH)]
+    argv += ["--train-iters", str(jobs.TRAIN_ITERS), "--exit-interval", "2"]
+    argv += ["--ntp", "--ntp-degrees", "3,2", "--load", str(saved)]
+    job = run_training(argv, 5, core=core, timeout_s=240, before=count_reads, after=what_was_read)
+    everything = _FP32_NBYTES_PER_ELEMENT * _numel(_WIDE)
+    for record, nbytes, metadata_nbytes in job.results:
+        tensors_nbytes = nbytes - metadata_nbytes
+        if record.is_extra:
+            assert 0 <= tensors_nbytes <= _RANDOM_STATE_NBYTES
+            continue
+        shard = sum(_product(param.sync_shape) for param in record.params.values())
+        shard_nbytes = _FP32_NBYTES_PER_ELEMENT * shard
+        assert shard_nbytes < 0.6 * everything
+        assert shard_nbytes <= tensors_nbytes <= 1.1 * shard_nbytes
+
+
+def _product(shape: tuple[int, ...] | None) -> int:
+    assert shape is not None
+    return math.prod(shape)
+
+
+def _numel(model: jobs.Model) -> int:
+    """Elements of the whole model, weights of matrices only."""
+    width = model.heads * model.kv_channels
+    block = model.hidden * (width * 4 + 3 * model.ffn)
+    return model.layers * block + 2 * model.vocab * model.hidden
