@@ -34,7 +34,6 @@ NEVER_IMPORT_TORCH = {
     "doctor",
     "errors",
     "flags",
-    "launchers",
     "plan",
     "settings",
 }
