@@ -28,6 +28,8 @@ from megatron_ntp.plan._checks import require_int
 
 
 class BatchPolicy(StrEnum):
+    """How the microbatches of a step are shared out; see above."""
+
     KEEP = "keep"
     SHRINK = "shrink"
     REDISTRIBUTE = "redistribute"
@@ -106,6 +108,7 @@ def plan_batch(
 
 
 def parse_policy(policy: str) -> BatchPolicy:
+    """The policy of this name, or PlanBatchError naming those that exist."""
     if policy not in BATCH_POLICIES:
         raise PlanBatchError(
             f"unknown batch policy {policy!r}; policies are {', '.join(BATCH_POLICIES)}"

@@ -82,5 +82,6 @@ class ModelDims:
 
 
 def require_family(family: str) -> None:
+    """Raise PlanLookupError unless there is a family of this name."""
     if family not in FAMILIES:
         raise PlanLookupError(f"no family {family!r}; families are {', '.join(FAMILIES)}")

@@ -131,6 +131,7 @@ def naming_file(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
+    """The text of a plan file, or PlanFileError with what the system said."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -171,6 +172,7 @@ def parse(text: str) -> PlanParts:
 
 
 def wrong_version(version: int) -> str:
+    """What to tell about a plan of another version."""
     if version > PLAN_VERSION:
         return (
             f"plan version {version} is newer than this megatron-ntp, which reads version "

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 def render(plan: Plan) -> str:
+    """The whole plan as text."""
     sections = (
         _header(plan),
         _section(
