@@ -1,0 +1,65 @@
+"""fp16 with overflows: all ranks skip the step, extra ranks too, and go on as plain Megatron does.
+
+The loss scale starts so high that steps overflow by themselves. Later one gradient is made
+infinite, in the nonuniform job on an extra rank, whose gradients only core ranks look at.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import jobs
+import pytest
+from jobs import DISTRIBUTED, LLAMA, OVERLAP, Job, Model
+
+FP16 = Model(
+    **{
+        **vars(LLAMA),
+        "name": "llama-fp16",
+        "flags": LLAMA.flags
+        + "--fp16 --hysteresis 1 --loss-scale-window 4 --initial-loss-scale 16777216",
+    }
+)
+NUM_STEPS = 11
+POISONED = 8
+
+
+def plain(tp: int, flags: tuple[str, ...] = DISTRIBUTED) -> Job:
+    start = jobs.start(FP16, flags)
+    poison = (POISONED, 0, tp - 1)
+    return jobs.uniform(FP16, tp, 1, flags, load=start, stop_at=NUM_STEPS + 1, poison=poison)
+
+
+def ours(flags: tuple[str, ...], start_flags: tuple[str, ...]) -> Job:
+    start = jobs.start(FP16, start_flags)
+    poison = (POISONED, 0, 3)
+    return jobs.nonuniform(FP16, (4, 3), flags, load=start, stop_at=NUM_STEPS + 1, poison=poison)
+
+
+def skipped(job: Job) -> list[bool]:
+    """By step; every rank must say the same."""
+    said = [[not step.answers[0] for step in rank.steps] for rank in job.ranks]
+    assert all(each == said[0] for each in said), "ranks disagree on which steps were skipped"
+    return said[0]
+
+
+def loss_scales(job: Job) -> list[float]:
+    said = [[step.loss_scale for step in rank.steps] for rank in job.ranks]
+    assert all(each == said[0] for each in said), "ranks disagree on the loss scale"
+    return said[0]
+
+
+@pytest.mark.parametrize(
+    "flags", [(*DISTRIBUTED, *OVERLAP), ()], ids=["distributed-overlap", "not-distributed"]
+)
+def test_overflow(flags: tuple[str, ...]) -> None:
+    job = ours(flags, tuple(flag for flag in flags if flag in DISTRIBUTED))
+    references = [plain(tp) for tp in (1, 2, 4)]
+    assert skipped(job) == skipped(references[0])
+    assert loss_scales(job) == loss_scales(references[0])
+    print(f"skipped {skipped(job)}, loss scale {loss_scales(job)}")
+    assert skipped(job)[0] and skipped(job)[POISONED] and sum(skipped(job)) < NUM_STEPS / 2
+    pairs = list(combinations([each.losses for each in references], 2))
+    spread = max(abs(a - b) for pair in pairs for a, b in zip(*pair, strict=True))
+    for mine, theirs in zip(job.losses, references[0].losses, strict=True):
+        assert mine == pytest.approx(theirs, abs=3 * spread)
