@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ntp.comm.packing import Packing, Segment
@@ -39,11 +39,13 @@ def numbered(packing: Packing) -> torch.Tensor:
     return torch.arange(packing.numel)
 
 
+@settings(deadline=None)  # a busy machine says nothing about the code
 @given(packings)
 def test_pack_follows_the_definition(packing: Packing) -> None:
     assert packing.pack(numbered(packing)).tolist() == sync_order(packing)
 
 
+@settings(deadline=None)
 @given(packings)
 def test_unpack_is_the_inverse(packing: Packing) -> None:
     natural = numbered(packing)
@@ -51,6 +53,7 @@ def test_unpack_is_the_inverse(packing: Packing) -> None:
     assert packing.pack(packing.unpack(natural)).equal(natural)
 
 
+@settings(deadline=None)
 @given(packings)
 def test_in_place_is_the_same(packing: Packing) -> None:
     flat = numbered(packing)
@@ -60,6 +63,7 @@ def test_in_place_is_the_same(packing: Packing) -> None:
     assert flat.equal(numbered(packing))
 
 
+@settings(deadline=None)
 @given(packings)
 def test_a_piece_is_one_run_of_sync_order(packing: Packing) -> None:
     natural = numbered(packing)
@@ -73,6 +77,7 @@ def test_a_piece_is_one_run_of_sync_order(packing: Packing) -> None:
         assert elements == packed[offsets[index] : offsets[index + 1]].tolist()
 
 
+@settings(deadline=None)
 @given(packings)
 def test_piece_views_share_memory(packing: Packing) -> None:
     natural = torch.zeros(packing.numel)
@@ -82,6 +87,7 @@ def test_piece_views_share_memory(packing: Packing) -> None:
     assert natural.eq(1).all()
 
 
+@settings(deadline=None)
 @given(packings)
 def test_natural_means_that_nothing_moves(packing: Packing) -> None:
     moves = sync_order(packing) != list(range(packing.numel))
