@@ -81,7 +81,7 @@ def test_the_patch_is_shown_applied_and_reverted_in_the_document(
     assert hooked.read_bytes() == before
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [ROOT / "README.md", *DOCUMENTS], ids=lambda path: path.stem)
 def test_names_in_documents_exist(path: Path) -> None:
     """Commands of ours, and relative links."""
     text = path.read_text()
