@@ -51,6 +51,7 @@ class NTPDistributedDataParallel(DistributedDataParallel):
     ntp_model: SyncModel
     ntp_grads: GradSync
     ntp_params: ParamSync
+    ntp_in_step: bool = False
 
     @property
     def _is_extra(self) -> bool:
@@ -71,10 +72,14 @@ class NTPDistributedDataParallel(DistributedDataParallel):
         """Megatron's all-gather over DP, then post-sync where it is not left to forward hooks.
 
         Also called when nothing has changed since the last one, for example after an evaluation.
+        In an optimizer step only core ranks come here (up to 0.17); post-sync is left to its end,
+        where extra ranks take part.
         """
         self.ntp_params.expect_gather()
         if not self._is_extra:
             super().start_param_sync(force_sync=force_sync, force_dispatch=force_dispatch)
+        if self.ntp_in_step:
+            return
         if force_sync or not self.ddp_config.overlap_param_gather:
             self.ntp_params.finish()
 

@@ -41,9 +41,11 @@ class NTPOptimizer(ChainedOptimizer):
         """One update. All ranks of a replica agree on its answers afterwards."""
         for chunk in self.ntp_chunks:
             chunk.ntp_params.begin_update()
+            chunk.ntp_in_step = True
         own = None if self.ntp.is_extra else super().step()
         answers = self._share_answers(own)
         for chunk in self.ntp_chunks:
+            chunk.ntp_in_step = False
             config = chunk.ddp_config
             if not (config.use_distributed_optimizer and config.overlap_param_gather):
                 chunk.ntp_params.finish()
