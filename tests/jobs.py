@@ -89,12 +89,14 @@ _GPT2 = "--position-embedding-type learned_absolute"
 
 LLAMA = Model("llama", _LLAMA, heads=16, groups=8, ffn=40)
 """GQA, gated MLP, RMSNorm, rope, no biases, untied."""
-GPT2 = Model("gpt2", _GPT2, heads=8, groups=8, ffn=44)
+GPT2 = Model("gpt2", _GPT2, heads=8, groups=8, ffn=44, layers=1)
 """MHA, plain MLP, LayerNorm, learned positions, biases, tied."""
-QK_NORM = Model("qk-norm", _QK_NORM, heads=8, groups=8, ffn=40)
+QK_NORM = Model("qk-norm", _QK_NORM, heads=8, groups=8, ffn=40, layers=1)
 """MHA, gated MLP with biases, LayerNorm, QK norm, rope, untied."""
-ODD = Model("odd", _QK_NORM, heads=10, groups=5, ffn=42, hidden=40)
-"""GQA with a number of groups that no TP degree but 1 divides."""
+ODD = Model("odd", _QK_NORM, heads=20, groups=10, ffn=40, vocab=55, layers=1)
+"""GQA; 5 ranks have 2 groups each, 3 ranks 4, 3 and 3: extra ranks own scattered units."""
+BIG_VOCABULARY = Model("50257-words", _GPT2, 8, 8, 44, layers=1, vocab=50260, vocab_flag=50256)
+"""50257 rows (one is the end of a document), padded for TP 4; 3 ranks cannot share them evenly."""
 EVEN = Model("even", _LLAMA, heads=12, groups=12, ffn=48, hidden=48, layers=1, vocab=60)
 """All units are divided by 3 and by 4."""
 WIDE_LLAMA = Model("llama-32-heads", _LLAMA + "--qk-layernorm", 32, 32, 80, 2, hidden=64, layers=1)
@@ -102,7 +104,7 @@ WIDE_LLAMA = Model("llama-32-heads", _LLAMA + "--qk-layernorm", 32, 32, 80, 2, h
 WIDE_GPT2 = Model("gpt2-32-heads", _GPT2, 32, 32, 88, 2, hidden=64, layers=1)
 
 
-BF16_LLAMA = replace(LLAMA, name="llama-bf16", flags=_LLAMA + "--bf16")
+BF16_LLAMA = replace(LLAMA, name="llama-bf16", flags=_LLAMA + "--bf16", layers=1)
 BF16_GPT2 = replace(GPT2, name="gpt2-bf16", flags=_GPT2 + " --bf16")
 
 

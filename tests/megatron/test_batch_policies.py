@@ -18,8 +18,9 @@ BATCH = 8
 DEGREES = (4, 3)
 # The learning rate must not depend on the number of samples in a batch.
 FLAGS = (*DISTRIBUTED, "--lr-decay-style", "constant", "--override-opt-param-scheduler")
-# Microbatches per replica: 4 of a healthy replica's time are 3 of one that is 4/3 as slow.
-SHARES = {"keep": (4, 4), "shrink": (4, 3), "redistribute": (5, 3)}
+# Microbatches per replica. 8 heads on 3 ranks are 3 on the slowest instead of 2, so a microbatch
+# takes between 4/3 and 3/2 of the time, and 2 of them fit into the time of 4.
+SHARES = {"keep": (4, 4), "shrink": (4, 2), "redistribute": (5, 3)}
 
 policies = pytest.mark.parametrize("policy", SHARES)
 

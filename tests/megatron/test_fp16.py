@@ -1,6 +1,6 @@
 """fp16 with overflows: all ranks skip the step, extra ranks too, and go on as plain Megatron does.
 
-The loss scale starts so high that steps overflow by themselves. Later one gradient is made
+The loss scale grows until steps overflow by themselves. In another step one gradient is made
 infinite, in the nonuniform job on an extra rank, whose gradients only core ranks look at.
 """
 
@@ -17,11 +17,11 @@ FP16 = Model(
         **vars(LLAMA),
         "name": "llama-fp16",
         "flags": LLAMA.flags
-        + "--fp16 --hysteresis 1 --loss-scale-window 4 --initial-loss-scale 16777216",
+        + "--fp16 --hysteresis 1 --loss-scale-window 2 --initial-loss-scale 65536",
     }
 )
 NUM_STEPS = 11
-POISONED = 8
+POISONED = 2
 
 
 def plain(tp: int, flags: tuple[str, ...] = DISTRIBUTED) -> Job:
@@ -58,7 +58,7 @@ def test_overflow(flags: tuple[str, ...]) -> None:
     assert skipped(job) == skipped(references[0])
     assert loss_scales(job) == loss_scales(references[0])
     print(f"skipped {skipped(job)}, loss scale {loss_scales(job)}")
-    assert skipped(job)[0] and skipped(job)[POISONED] and sum(skipped(job)) < NUM_STEPS / 2
+    assert skipped(job)[POISONED] and 1 < sum(skipped(job)) < NUM_STEPS / 2
     pairs = list(combinations([each.losses for each in references], 2))
     spread = max(abs(a - b) for pair in pairs for a, b in zip(*pair, strict=True))
     for mine, theirs in zip(job.losses, references[0].losses, strict=True):
