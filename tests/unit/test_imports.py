@@ -29,6 +29,7 @@ TOP = 5
 MAY_IMPORT_MEGATRON = {"integration", "cpu_runtime"}
 NEVER_IMPORT_TORCH = {
     "__init__",
+    "checkpoint",
     "cli",
     "device",
     "doctor",
