@@ -6,8 +6,6 @@ infinite, in the nonuniform job on an extra rank, whose gradients only core rank
 
 from __future__ import annotations
 
-from itertools import combinations
-
 import jobs
 import pytest
 from jobs import DISTRIBUTED, LLAMA, OVERLAP, Job, Model
@@ -25,9 +23,10 @@ POISONED = 2
 
 
 def plain(tp: int, flags: tuple[str, ...] = DISTRIBUTED) -> Job:
+    """Two replicas: the more microbatches a replica has, the later its fp16 gradients overflow."""
     start = jobs.start(FP16, flags)
     poison = (POISONED, 0, tp - 1)
-    return jobs.uniform(FP16, tp, 1, flags, load=start, stop_at=NUM_STEPS + 1, poison=poison)
+    return jobs.uniform(FP16, tp, 2, flags, load=start, stop_at=NUM_STEPS + 1, poison=poison)
 
 
 def ours(flags: tuple[str, ...], start_flags: tuple[str, ...]) -> Job:
@@ -54,12 +53,12 @@ def loss_scales(job: Job) -> list[float]:
 )
 def test_overflow(flags: tuple[str, ...]) -> None:
     job = ours(flags, tuple(flag for flag in flags if flag in DISTRIBUTED))
-    references = [plain(tp) for tp in (1, 2, 4)]
+    references = [plain(tp) for tp in (1, 2)]
     assert skipped(job) == skipped(references[0])
     assert loss_scales(job) == loss_scales(references[0])
     print(f"skipped {skipped(job)}, loss scale {loss_scales(job)}")
     assert skipped(job)[POISONED] and 1 < sum(skipped(job)) < NUM_STEPS / 2
-    pairs = list(combinations([each.losses for each in references], 2))
-    spread = max(abs(a - b) for pair in pairs for a, b in zip(*pair, strict=True))
-    for mine, theirs in zip(job.losses, references[0].losses, strict=True):
-        assert mine == pytest.approx(theirs, abs=3 * spread)
+    losses = [each.losses for each in references]
+    spread = max(abs(a - b) / b for a, b in zip(*losses, strict=True))
+    assert job.losses == pytest.approx(losses[0], rel=3 * spread)
+    print(f"loss: plain TP 1 and 2 are {spread:.1e} apart")
