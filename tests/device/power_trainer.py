@@ -42,9 +42,11 @@ def train(session: PowerSession, options: dict[str, Any]) -> None:
     end = options["end"]
     if end == "exception":
         raise RuntimeError("a training step failed")
-    if end == "fork_and_wait" and os.fork() == 0:  # a data loader that outlives us
-        time.sleep(600)
-        os._exit(0)
+    if end == "fork_and_wait":
+        if os.fork() == 0:  # a data loader that outlives us
+            time.sleep(600)
+            os._exit(0)
+        say("forked")
     step = 1000
     while end in ("wait", "fork_and_wait"):
         session.observe(step, wait_s=0.4, step_s=1.0)

@@ -317,6 +317,7 @@ def test_sigkill_of_the_keeper_alone(site: Site) -> None:
 
 def test_child_that_inherited_the_socket_does_not_hide_the_death(site: Site) -> None:
     trainer = boosted(site, "fork_and_wait")
+    trainer.expect("forked")
     os.kill(trainer.process.pid, signal.SIGKILL)
     site.wait_restored()
     os.killpg(trainer.process.pid, signal.SIGKILL)  # the child

@@ -235,7 +235,7 @@ class FakeNode:
         gpu.module_limit.requested_mw = gpu.module_limit.max_mw = 1_000_000
         gpu.load, gpu.exponent, gpu.max_clock_mhz = 1.0, 0.5, 1980
         gpu.ambient_c, gpu.c_per_w, gpu.tau_s, gpu.slowdown_c = 30, 0.05, 5, 87
-        gpu.temperature_c, gpu.energy_mj = 50, 1e9
+        gpu.temperature_c, gpu.energy_mj, gpu.updated_s = 50, 1e9, time.monotonic()
         gpu.present, gpu.supports_limits = 1, 1
         gpu.num_links = MAX_LINKS
         gpu.link_active[:] = [1] * MAX_LINKS
