@@ -7,16 +7,20 @@ CORES := 0.17.1 0.18.2
 TESTS ?= tests
 
 .DEFAULT_GOAL := help
-.PHONY: help rehearse test lint types format bench cores venv clean
+.PHONY: help rehearse test test-versions lint types format bench cores venv clean
 
 help:  ## show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
 
 rehearse: $(READY)  ## lose a GPU in a small CPU job and carry on; figures go to build/
 	$(BIN)/megatron-ntp rehearse $(ARGS)
 
 test: lint types  ## lint, types, and all tests
+	-@$(MAKE) --no-print-directory cores  # without them their tests are skipped, and say so
 	$(BIN)/python -m pytest $(TESTS) $(ARGS)
+
+test-versions: $(READY) cores  ## the tests that run on every supported megatron-core
+	$(BIN)/python -m pytest tests/megatron/test_versions.py tests/megatron/test_cpu_runtime.py $(ARGS)
 
 lint: $(READY)  ## check style
 	$(BIN)/ruff check .
@@ -34,8 +38,10 @@ bench: $(READY)  ## measure resharding against parameter-by-parameter exchange
 
 cores: $(CORES:%=build/cores/%)  ## fetch other versions of megatron-core for the tests
 
-build/cores/%: $(READY)
-	$(BIN)/python -m pip install --quiet --no-deps --target $@ megatron-core==$*
+build/cores/%: | $(READY)
+	rm -rf build/core-$*.partial
+	$(BIN)/python -m pip install --quiet --no-deps --target build/core-$*.partial megatron-core==$*
+	mkdir -p $(@D) && mv build/core-$*.partial $@
 
 venv: $(READY)  ## make .venv only
 
