@@ -27,14 +27,14 @@ class Folder:
 
     def __init__(self, path: Path, private: bool, create: bool = True) -> None:
         self.path, self.private = path, private
-        if create:
-            path.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
         try:
+            if create:
+                path.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
             self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
-            raise _refuse(f"folder {path} cannot be opened without following links: {error}") from (
-                error
-            )
+            raise _refuse(
+                f"folder {path} cannot be made or opened without following links: {error}"
+            ) from error
         if private:
             self._check_private()
 
@@ -96,15 +96,19 @@ class Folder:
     def write(self, name: str, text: str) -> None:
         """Replaces a file by a whole new one: after a crash the old or the new one is there."""
         scratch = f".{name}.{os.getpid()}"
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(scratch, dir_fd=self.fd)
-        fd = self.open_file(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(scratch, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
-        os.fsync(self.fd)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(scratch, dir_fd=self.fd)
+            fd = self.open_file(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            with os.fdopen(fd, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(scratch, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+            os.fsync(self.fd)
+        except OSError as error:
+            what = f"{self.path / name} cannot be written: {error}"
+            raise DeviceError(Fault.FAILED, what) from error
 
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -29,7 +29,7 @@ from megatron_ntp.device.model import ModelFile, PowerCurve, reduction_gap
 from megatron_ntp.device.protocol import OpenReply, OpenRequest
 from megatron_ntp.device.serve import DEFAULT_SOCKET
 from megatron_ntp.device.settings import PowerSettings
-from megatron_ntp.device.site import load_site
+from megatron_ntp.device.site import SitePower, load_site
 
 log = logging.getLogger("megatron_ntp.power")
 
@@ -63,6 +63,7 @@ class PowerSession:
         control: ControlSettings | None = None,
     ) -> None:
         self.settings = settings
+        self._site = SitePower()
         self._job_id = job_id or f"pid-{os.getpid()}"
         self._options = _keeper_options(settings, options or KeeperOptions())
         self._control = replace(
@@ -81,9 +82,14 @@ class PowerSession:
     @classmethod
     def from_settings(cls, settings: PowerSettings, job_id: str = "") -> PowerSession:
         """A session that has not started. A site file that cannot be read is an error here."""
+        session = cls(settings, job_id)
         if settings.ntp_power != "off" and settings.ntp_power_site is not None:
-            load_site(Path(settings.ntp_power_site))
-        return cls(settings, job_id)
+            session._site = load_site(Path(settings.ntp_power_site))
+        return session
+
+    def rack_of(self, host: str) -> str:
+        """The rack of a host, for DomainShape.rack; "" where the site does not tell racks apart."""
+        return self._site.rack.name_of(host)
 
     # ---- what the training process calls ----
 

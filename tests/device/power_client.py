@@ -2,7 +2,7 @@
 
     python power_client.py SOCKET UID ACTIONS-AS-JSON
 
-Actions: {"send": OBJECT}, {"raw": TEXT}, {"bytes": COUNT}, {"flood": SECONDS}, {"mute_flood": N},
+Actions: {"send": OBJECT}, {"raw": TEXT}, {"bytes": true}, {"flood": SECONDS}, {"mute_flood": N},
 {"connect": N more connections}, {"wait": SECONDS}, {"hear": true}. Prints what comes back, one JSON
 object a line.
 """
@@ -74,8 +74,8 @@ def act(path: str, connection: socket.socket, action: dict[str, Any]) -> None:
     elif name == "hear":
         hear(connection)
     else:
-        makes = {"send": json.dumps, "raw": str, "bytes": lambda count: "x" * count}
-        connection.send(makes[name](value).encode())
+        texts = {"send": json.dumps(value), "raw": value, "bytes": "x" * 70_000}
+        connection.send(str(texts[name]).encode())
         hear(connection)
 
 

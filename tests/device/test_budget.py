@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ BOARD = BoardPower(200_000, 700_000)
 CONFIGS = sorted((Path(__file__).parents[2] / "configs/power").glob("*.yaml"))
 
 
-def one(site: dict[str, object], alive: int, nominal_w: int = 500, gpus: int = 8) -> DomainBudget:
+def one(
+    site: Mapping[str, object], alive: int, nominal_w: int = 500, gpus: int = 8
+) -> DomainBudget:
     shape = DomainShape("r0", gpus, alive)
     return plan_budgets(parse_site(site, "test"), BOARD, [shape], nominal_w * 1000)["r0"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -55,7 +56,7 @@ class Replica:
 
 
 def replica(
-    ceiling_mw: int = MAX_MW, degree: int = 7, assumed: float = 0.5, **fields: float
+    ceiling_mw: int = MAX_MW, degree: int = 7, assumed: float = 0.5, **fields: Any
 ) -> Replica:
     controller = Controller(NOMINAL_MW, ceiling_mw, reduction_gap(8, degree), PowerCurve(assumed))
     return Replica(controller, degree, **fields)
@@ -199,7 +200,7 @@ def test_boards_that_do_not_use_their_power_get_no_more() -> None:
     assert sim.controller.remaining_gap() == pytest.approx(0.125)
     sim.controller.watch({"a": reading(NOMINAL_MW, "sw_power_cap")})
     sim.run(20)
-    assert sim.controller.state is BoostState.HOLDING
+    assert abs(sim.gaps[-1]) <= 0.01
 
 
 def test_enforced_value_below_the_request_becomes_the_ceiling() -> None:

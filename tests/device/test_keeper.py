@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from fake_nvml import FakeNode, SetPrivilege
@@ -44,7 +45,7 @@ def test_found_limit_is_on_disk_before_the_first_write(
         record = store.read(uuid)
         assert record is not None and limit_mw in (record.found_mw, *record.ours_mw)
         seen.append((record.found_mw, record.ours_mw))
-        return original(self, uuid, limit_mw, *scope)  # type: ignore[call-arg, arg-type]
+        return original(self, uuid, limit_mw, *scope)  # type: ignore[arg-type]
 
     monkeypatch.setattr(type(layer), "set_limit", spy)
     keeper = make_keeper(layer, store, roomy_site())
@@ -294,6 +295,24 @@ def test_module_scope_only_where_the_site_asks(
     assert node.gpu(0).module_limit.requested_mw == 900_000 and set(node.limits_w()) == {500.0}
     keeper.restore()
     assert {node.gpu(i).module_limit.requested_mw for i in range(8)} == {800_000}
+
+
+def test_no_record_no_write(
+    node: FakeNode, layer: DeviceLayer, store: LimitStore, tmp_path: Path
+) -> None:
+    """A full or broken disk costs the boost and nothing else."""
+    keeper = make_keeper(layer, store, roomy_site())
+    keeper.open(request(node.uuids[:2], num_gpus=3))
+    path = tmp_path / "state" / f"{node.uuids[1]}.json"
+    path.unlink()
+    path.mkdir()  # no file can take this name now
+    results = keeper.set_limits(all_to(node.uuids[:2], 600))
+    assert results[node.uuids[1]].fault is Fault.FAILED
+    assert "cannot be written" in results[node.uuids[1]].message
+    assert node.limits_w()[:2] == [600, 500]
+    path.rmdir()
+    keeper.restore()
+    assert node.limits_w() == [500.0] * 8
 
 
 # ---- calls that hang ----

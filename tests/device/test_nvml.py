@@ -98,7 +98,8 @@ def test_gpu_without_limits_is_not_supported(node: FakeNode, layer: DeviceLayer)
 
 
 def test_uid_0_is_no_proof_of_permission(node: FakeNode, layer: DeviceLayer) -> None:
-    assert os.geteuid() == 0, "this test is about root in a container"
+    if os.geteuid() != 0:
+        pytest.skip("needs root, as in a container")
     node.state.set_privilege = SetPrivilege.NOBODY
     with pytest.raises(DeviceError) as caught:
         layer.set_limit(node.uuids[0], 510_000)

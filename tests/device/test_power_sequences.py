@@ -236,7 +236,7 @@ class World:
         self.host = HostIdentity(f"boot-{self.num_resets}", self.host.driver_id)
 
     def do_privilege(self, allowed: bool) -> None:
-        self.node.state.set_privilege = SetPrivilege.ROOT if allowed else SetPrivilege.NOBODY
+        self.node.state.set_privilege = SetPrivilege.ANYONE if allowed else SetPrivilege.NOBODY
 
     def do_fault(self, index: int, code: int) -> None:
         self.node.clear_rules()
@@ -274,7 +274,7 @@ def test_nothing_is_left_changed_by_1000_sequences(
     for seed in range(1000):
         node.reset(NUM_GPUS, energy_mj=1e12)
         node.state.virtual_now_s = 0
-        node.state.set_privilege = SetPrivilege.ROOT
+        node.state.set_privilege = SetPrivilege.ANYONE
         shutil.rmtree(scratch / "state", ignore_errors=True)
         draw, world = random.Random(seed), World(node, layer, scratch / "state")
         events = [draw_event(draw) for _ in range(draw.randint(10, 50))]

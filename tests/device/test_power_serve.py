@@ -457,7 +457,7 @@ def test_half_messages_do_not_end_a_boost_but_many_do(site: HelperSite) -> None:
         site.open(*SEVEN, dead=(7,)),
         site.set(650, *SEVEN),
         {"raw": '{"id": 3, "op": "se'},
-        {"bytes": 70_000},
+        {"bytes": True},
         {"raw": "[" * 50_000},
         site.set(600, *SEVEN),
         *([{"raw": "?"}] * 5),

@@ -501,6 +501,13 @@ def test_site_file_with_an_error_stops_before_training(tmp_path: Path) -> None:
     PowerSession.from_settings(replace(settings, ntp_power="off"))
 
 
+def test_rack_of_a_host(tmp_path: Path) -> None:
+    text = ROOMY + 'rack: {num_domains: 4, budget_w: 99000, host_pattern: "(r[0-9]+)-.*"}'
+    settings = PowerSettings("boost", ntp_power_site=str(site_file(tmp_path, text)))
+    assert PowerSession.from_settings(settings).rack_of("r7-n3") == "r7"
+    assert PowerSession.from_settings(PowerSettings()).rack_of("r7-n3") == ""
+
+
 def test_device_layer_imports_neither_torch_nor_megatron() -> None:
     code = (
         "import sys, megatron_ntp.device.session, megatron_ntp.device.cli\n"
