@@ -206,10 +206,10 @@ def main() -> int:
     """Runs both jobs, prints the table and writes the figures."""
     parser = argparse.ArgumentParser(description="Measure resharding on CPU ranks (gloo).")
     parser.add_argument("--layers", type=int, default=32, help="layers of the speed-up job")
-    parser.add_argument("--share-layers", type=int, default=4, help="layers of the share job")
+    parser.add_argument("--share-layers", type=int, default=2, help="layers of the share job")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens per replica and step")
-    parser.add_argument("--steps", type=int, default=6, help="steps of the share job")
-    parser.add_argument("--rounds", type=int, default=7, help="counted rounds of the speed-up job")
+    parser.add_argument("--steps", type=int, default=5, help="steps of the share job")
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds of the speed-up job")
     parser.add_argument("--output", default="build/bench_reshard.json")
     options = parser.parse_args()
     output = Path(options.output)
