@@ -15,8 +15,7 @@ help:  ## show this list
 rehearse: $(READY)  ## lose a GPU in a small CPU job and carry on; figures go to build/
 	$(BIN)/megatron-ntp rehearse $(ARGS)
 
-test: lint types  ## lint, types, and all tests
-	-@$(MAKE) --no-print-directory cores  # without them their tests are skipped, and say so
+test: lint types  ## lint, types, and all tests on the installed megatron-core
 	$(BIN)/python -m pytest $(TESTS) $(ARGS)
 
 test-versions: $(READY) cores  ## the tests that run on every supported megatron-core

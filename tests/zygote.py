@@ -244,9 +244,10 @@ def main() -> None:
     # Megatron's parser reads the source of every configuration class, twice in each rank.
     inspect.getsource = functools.cache(inspect.getsource)
     from megatron_ntp import cpu_runtime
+    from megatron_ntp.integration.catalog import ROWS
 
     cpu_runtime.install()
-    for name in PRELOADED:
+    for name in PRELOADED + tuple(row.replacement.partition(":")[0] for row in ROWS):
         importlib.import_module(name)
     cpu_runtime.cpu_arguments()  # builds the parser, so fills that cache
     _check_can_fork()

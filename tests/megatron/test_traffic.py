@@ -15,6 +15,7 @@ import pytest
 from jobs import Case, Job, Model
 
 FP32 = 4
+POSITIONS = 16
 
 
 def balanced(units: int, parts: int) -> list[int]:
@@ -50,36 +51,30 @@ def minimum_numel(model: Model, degree: int, sync_degree: int) -> tuple[int, int
     if "--qk-layernorm" in model.flags:
         norms += model.layers * 2 * 2 * model.kv_channels
     output_biases = 2 * model.hidden * model.layers if biases else 0
-    positions = 16 * model.hidden if "learned_absolute" in model.flags else 0
+    positions = POSITIONS * model.hidden if "learned_absolute" in model.flags else 0
     replicated = norms + output_biases + positions
     return tp_numel, tp_numel + replicated * (degree - sync_degree)
 
 
 def expected_exchanges(case: Case) -> int:
-    """Per step: two for each reshard group, one for a group without tensor-parallel parameters.
+    """Per step: two for each reshard group, or one where a group has no tensor-parallel parameters.
 
-    Groups are runs of whole layers (the embedding and the output count as layers), each closed
-    once it holds as many elements as a bucket.
+    Groups are runs of whole layers, the embedding and the output among them, each closed once it
+    holds as many elements as a bucket. Here any layer does, if buckets are small at all.
     """
-    sizes = [0]
+    model = case.model
     if set(jobs.MANY_GROUPS) <= set(case.flags):
         bucket = int(jobs.MANY_GROUPS[1])
+    elif set(jobs.OVERLAP_GRADS) <= set(case.flags):
+        bucket = int(jobs.OVERLAP_GRADS[2])
     else:
-        bucket = int(jobs.OVERLAP_GRADS[2]) if "--ddp-bucket-size" in case.flags else 10**9
-    model = case.model
+        return 2
     embedding = model.hidden * model.vocab
     if "learned_absolute" in model.flags:
-        embedding += 16 * model.hidden
-    layer = bucket  # any layer fills a bucket, if buckets are small at all
-    assert layer < 4 * model.hidden**2 or bucket == 10**9
-    groups = 1
-    for size in [embedding, *[layer] * model.layers]:
-        sizes[-1] += size
-        if sizes[-1] >= bucket:
-            sizes.append(0)
-            groups += 1
+        embedding += POSITIONS * model.hidden
+    groups = model.layers + 1 + (embedding >= bucket)
     tied = "--untie" not in model.flags
-    return 2 * groups - (1 if groups > 1 and tied else 0)
+    return 2 * groups - tied  # of a tied output, only the final norm is left
 
 
 @pytest.mark.parametrize("case", jobs.CASES, ids=str)
