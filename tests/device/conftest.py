@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from fake_nvml import FakeNode
+from power_helper_site import helper_site
 
 from megatron_ntp.device.files import Folder
 from megatron_ntp.device.nvml import DeviceLayer, Nvml
@@ -22,6 +23,8 @@ from megatron_ntp.device.state import HostIdentity, LimitStore
 if shutil.which("gcc") is None:
     collect_ignore_glob = ["test_*.py"]
     warnings.warn("device tests need gcc, to build their libnvidia-ml.so.1", stacklevel=1)
+
+__all__ = ["helper_site"]  # a fixture
 
 DRIVER_DEVICE = Path("/dev/nvidiactl")
 
