@@ -295,10 +295,8 @@ CASES = (
     Case(LLAMA, (4, 3, 2), (*DISTRIBUTED, *OVERLAP_GRADS)),
     Case(GPT2, (2, 1), OVERLAP_GRADS),
     Case(GPT2, (4, 3)),
-    Case(GPT2, (4, 3, 2), (*OVERLAP_GRADS, *MANY_GROUPS)),
     Case(QK_NORM, (2, 1), (*DISTRIBUTED, *OVERLAP)),
     Case(QK_NORM, (4, 3), (*OVERLAP_GRADS, *MANY_GROUPS)),
-    Case(QK_NORM, (4, 3, 2), DISTRIBUTED),
 )
 BF16_CASES = (
     Case(BF16_LLAMA, (4, 3), (*DISTRIBUTED, *OVERLAP)),

@@ -95,7 +95,6 @@ def nominal(job: Job) -> int:
         ("not-distributed", 4),
         ("not-distributed", 1),
         ("bf16", 4),
-        ("bf16-not-distributed", 2),
     ],
 )
 def test_plain_megatron_reads_4_and_3(kind: str, tp: int) -> None:
@@ -108,7 +107,6 @@ def test_plain_megatron_reads_4_and_3(kind: str, tp: int) -> None:
     [
         ("distributed", (4, 3)),
         ("distributed", (4, 3, 2)),
-        ("not-distributed", (4, 3)),
         ("bf16", (4, 3)),
         ("bf16-not-distributed", (4, 3)),
     ],
@@ -132,12 +130,12 @@ def test_other_degrees(degrees: tuple[int, ...], nominal_tp: int) -> None:
 
 
 def test_the_vocabulary_may_be_padded_to_another_size() -> None:
-    """Plain TP 1 pads 53 rows to 53; 4+3 keep 56. The 53 real rows are the same."""
+    """Plain TP 1 pads 53 rows to 53; 2+1 have 56. The 53 real rows are the same."""
     model, flags = KINDS["distributed"]
     small = Model(**{**vars(model), "vocab": 53, "vocab_flag": 52})
     large = Model(**{**vars(model), "vocab": 56, "vocab_flag": 52})
     start = jobs.start(small, flags)
-    ours = jobs.nonuniform(large, (4, 3), flags, load=start, **LOADING)
+    ours = jobs.nonuniform(large, (2, 1), flags, load=start, **LOADING)
     plain = jobs.uniform(small, 1, 1, flags, load=start, **LOADING)
     wanted = plain.weights(0)
     for dp_rank in range(2):

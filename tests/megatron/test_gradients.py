@@ -15,11 +15,13 @@ from logical import distances
 TOLERANCE = 2e-6
 EMBEDDING = "embedding.word_embeddings.weight"
 
-# The other kind of optimizer than in the long runs.
-SWAPPED = (
+# Other degrees, or the other kind of optimizer, than in the long runs.
+SHORT = (
     Case(LLAMA, (4, 3)),
     Case(GPT2, (4, 3), DISTRIBUTED),
+    Case(GPT2, (4, 3, 2), (*jobs.OVERLAP_GRADS, *jobs.MANY_GROUPS)),
     Case(QK_NORM, (4, 3), DISTRIBUTED),
+    Case(QK_NORM, (4, 3, 2), DISTRIBUTED),
     Case(ODD, (5, 3), DISTRIBUTED),
 )
 
@@ -36,8 +38,8 @@ def test_first_step(case: Case) -> None:
     check(case.ours(), case.plain()[1])
 
 
-@pytest.mark.parametrize("case", SWAPPED, ids=str)
-def test_first_step_with_the_other_optimizer_and_odd_groups(case: Case) -> None:
+@pytest.mark.parametrize("case", SHORT, ids=str)
+def test_first_step_of_a_short_run(case: Case) -> None:
     loaded = jobs.start(case.model, case.start_flags)
     ours = jobs.nonuniform(case.model, case.degrees, case.flags, load=loaded, stop_at=2)
     plain = jobs.uniform(case.model, 1, load=jobs.start(case.model), stop_at=2)

@@ -129,10 +129,20 @@ def numel(shape: tuple[int, ...]) -> int:
     return product
 
 
-def test_even_units_cost_each_core_rank_the_same() -> None:
+@pytest.fixture(scope="module")
+def stats_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stats")
+
+
+@pytest.fixture(scope="module")
+def even_job(stats_dir: Path) -> Job:
     """12 groups, 48 FFN columns, 60 rows: 4 ranks and 3 cut them evenly, so n/S - 1 is exact."""
-    ours = even_job()
-    for rank in ours.ranks:
+    flags = (*jobs.DISTRIBUTED, "--ntp-stats-dir", str(stats_dir))
+    return jobs.nonuniform(jobs.EVEN, (4, 3), flags, stop_at=2)
+
+
+def test_even_units_cost_each_core_rank_the_same(even_job: Job) -> None:
+    for rank in even_job.ranks:
         if rank.is_extra or rank.tp_size == 3:
             continue
         for name, param in rank.params.items():
@@ -140,21 +150,14 @@ def test_even_units_cost_each_core_rank_the_same() -> None:
             assert sync - own in (0, own / 3), name
 
 
-def even_job(stats: Path | None = None) -> Job:
-    model = jobs.EVEN
-    flags = jobs.DISTRIBUTED if stats is None else (*jobs.DISTRIBUTED, "--ntp-stats-dir", stats)
-    return jobs.nonuniform(model, (4, 3), tuple(map(str, flags)), stop_at=2)
-
-
-def test_statistics_say_what_was_counted(tmp_path: Path) -> None:
-    ours = even_job(tmp_path)
-    files = sorted(tmp_path.glob("*.json"))
+def test_statistics_say_what_was_counted(even_job: Job, stats_dir: Path) -> None:
+    files = sorted(stats_dir.glob("*.json"))
     assert len(files) == 7
-    for file, rank in zip(files, ours.ranks, strict=True):
+    for file, rank in zip(files, even_job.ranks, strict=True):
         said = json.loads(file.read_text())
         # Two steps: gradients of both, parameters of both; the recording saw all but the last.
         seen = rank.steps[1].exchanges
-        assert said["steps"] == ours.num_steps == 2
+        assert said["steps"] == even_job.num_steps == 2
         assert said["is_extra"] == rank.is_extra
         assert said["exchanges"] == 2 * len(seen)
         assert said["bytes_sent"] == 2 * sum(seen)
