@@ -14,7 +14,9 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megatron_ntp"
 # command line and what it starts) are on top. The package itself may be imported by all, for its
 # version, and may reach for anything inside its functions.
 LEVELS = {
+    "beats": 0,
     "errors": 0,
+    "events": 0,
     "checkpoint": 1,
     "plan": 1,
     "comm": 2,
@@ -29,11 +31,13 @@ TOP = 5
 MAY_IMPORT_MEGATRON = {"integration", "cpu_runtime"}
 NEVER_IMPORT_TORCH = {
     "__init__",
+    "beats",
     "checkpoint",
     "cli",
     "device",
     "doctor",
     "errors",
+    "events",
     "flags",
     "plan",
     "settings",
