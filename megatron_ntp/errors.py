@@ -87,3 +87,7 @@ class UnsupportedFlagError(PlanError):
 
 class SettingsFileError(PlanError):
     """The file of --ntp-config cannot be read, or says something that the flags do not."""
+
+
+class PowerSettingsError(PlanError):
+    """A flag of the power boost, or its site file, cannot be meant as it stands."""

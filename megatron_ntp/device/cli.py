@@ -12,8 +12,8 @@ from megatron_ntp.device import commands, health_command, keeper_process
 from megatron_ntp.device.errors import DeviceError
 from megatron_ntp.device.grants import DEFAULT_GRANTS_FOLDER
 from megatron_ntp.device.health import HOOK_TIMEOUT_S
-from megatron_ntp.device.nvml_process import DEFAULT_DEADLINE_S
 from megatron_ntp.device.serve import DEFAULT_SOCKET
+from megatron_ntp.device.settings import DEFAULT_DEADLINE_S
 from megatron_ntp.device.xids import DEFAULT_SINCE_S, KERNEL_LOG
 
 Run = Callable[[argparse.Namespace], int]

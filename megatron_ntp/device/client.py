@@ -18,8 +18,9 @@ from typing import Any
 from megatron_ntp.device import protocol, spawn
 from megatron_ntp.device.errors import DeviceError, Fault
 from megatron_ntp.device.nvml import GpuReading, PowerLimits
-from megatron_ntp.device.nvml_process import DEFAULT_DEADLINE_S, reading_from_json
+from megatron_ntp.device.nvml_process import reading_from_json
 from megatron_ntp.device.protocol import OpenReply, OpenRequest, SetResult
+from megatron_ntp.device.settings import DEFAULT_DEADLINE_S
 from megatron_ntp.device.state import BOOT_ID_FILE, DRIVER_FOLDER, Outcome, Settled
 
 KEEPER_MODULE = "megatron_ntp.device.keeper_process"

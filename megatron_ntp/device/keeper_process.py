@@ -27,7 +27,8 @@ from megatron_ntp.device.errors import DeviceError, Fault
 from megatron_ntp.device.files import Folder
 from megatron_ntp.device.grants import Access, GrantedRights, OwnRights, Peer
 from megatron_ntp.device.keeper import Keeper
-from megatron_ntp.device.nvml_process import DEFAULT_DEADLINE_S, NvmlProcess
+from megatron_ntp.device.nvml_process import NvmlProcess
+from megatron_ntp.device.settings import DEFAULT_DEADLINE_S
 from megatron_ntp.device.site import SitePower, load_site
 from megatron_ntp.device.state import (
     BOOT_ID_FILE,

@@ -34,8 +34,8 @@ from megatron_ntp.device.nvml import (
     PowerScope,
     XidEvent,
 )
+from megatron_ntp.device.settings import DEFAULT_DEADLINE_S
 
-DEFAULT_DEADLINE_S = 5.0
 START_DEADLINE_S = 60.0  # a Python that starts on a loaded machine, not a driver
 MAX_MESSAGE_BYTES = 1 << 16
 _READY = b"ready"

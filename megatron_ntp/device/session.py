@@ -50,6 +50,7 @@ class PowerStatus:
     bound_by: str = ""
     measured_gap: float | None = None
     message: str = ""
+    fault: Fault | None = None
 
 
 class PowerSession:
@@ -80,12 +81,26 @@ class PowerSession:
         self._thread: threading.Thread | None = None
 
     @classmethod
-    def from_settings(cls, settings: PowerSettings, job_id: str = "") -> PowerSession:
+    def from_settings(
+        cls, settings: PowerSettings, job_id: str = "", control: ControlSettings | None = None
+    ) -> PowerSession:
         """A session that has not started. A site file that cannot be read is an error here."""
-        session = cls(settings, job_id)
-        if settings.ntp_power != "off" and settings.ntp_power_site is not None:
+        session = cls(settings, job_id, control=control)
+        if settings.is_on and settings.ntp_power_site is not None:
             session._site = load_site(Path(settings.ntp_power_site))
         return session
+
+    @property
+    def site(self) -> SitePower:
+        """What the site states, as far as this process may read it (a helper has its own file)."""
+        return self._site
+
+    @property
+    def may_use_helper(self) -> bool:
+        """Whether the node's helper may come to set limits; it wants to know dead GPUs by name."""
+        settings = self.settings
+        named = settings.ntp_power_socket is not None or settings.ntp_power_command is not None
+        return named or DEFAULT_SOCKET.exists()
 
     def rack_of(self, host: str) -> str:
         """The rack of a host, for DomainShape.rack; "" where the site does not tell racks apart."""
@@ -99,17 +114,24 @@ class PowerSession:
         domain: DomainShape,
         domains: Sequence[DomainShape] = (),
         dead_uuids: Sequence[str] = (),
+        expected_gap: float | None = None,
+        say: bool = True,
     ) -> PowerStatus:
         """Brings this node's GPUs to the nominal limit and, in a reduced domain, starts to boost.
 
         Called once, before the first step, by one process per node. `gpu_uuids` are the GPUs of the
         node that train, `domain` is the scale-up domain they belong to (it may span nodes),
-        `domains` are all of the job. Returns what happened; `state` OFF with a message is a failure
-        that training need not care about.
+        `domains` are those of the job that may share its rack. `expected_gap` is the share of a
+        step that the others would wait for this replica without power; default: as GPUs are
+        missing. At 0 limits are held at nominal. `say=False` leaves it to the caller to tell what
+        is returned. Returns what happened; `state` OFF with a message is a failure that training
+        need not care about.
         """
-        if self.settings.ntp_power == "off":
+        if not self.settings.is_on:
             return self._status
-        gap = reduction_gap(domain.num_gpus, domain.num_alive)
+        gap = expected_gap
+        if gap is None:
+            gap = reduction_gap(domain.num_gpus, domain.num_alive)
         self._status = PowerStatus(BoostState.OFF, gap)
         request = OpenRequest(
             job_id=self._job_id,
@@ -123,9 +145,9 @@ class PowerSession:
             reply = self._open(request)
             self._set(reply.nominal_mw, only_from=reply.found_mw)
         except DeviceError as error:
-            self._fail(error)
+            self._fail(error, say)
             return self._status
-        self._start_control(reply, gap)
+        self._start_control(reply, gap, say)
         return self._status
 
     def observe(self, step: int, wait_s: float, step_s: float) -> None:
@@ -205,7 +227,7 @@ class PowerSession:
                 return reply
         raise AssertionError("the last way either answers or raises")
 
-    def _start_control(self, reply: OpenReply, gap: float) -> None:
+    def _start_control(self, reply: OpenReply, gap: float, say: bool) -> None:
         curve = self._load_curve()
         state = BoostState.RAISING if reply.has_headroom else BoostState.NO_HEADROOM
         self._status = PowerStatus(
@@ -218,7 +240,8 @@ class PowerSession:
         )
         for line in reply.settled:
             log.info("power: limits of an earlier job: %s", line)
-        self._say_what_to_expect(reply, gap)
+        if say:
+            self._say_what_to_expect(reply, gap)
         if gap > 0:
             self._controller = Controller(
                 reply.nominal_mw, reply.ceiling_mw, gap, curve, self._control
@@ -331,7 +354,9 @@ class PowerSession:
         assert controller is not None
         self._warn(error.fault, f"power: boost ends, training goes on: {error}")
         gap = max(0.0, controller.measured_gap or controller.expected_gap)
-        self._status = replace(self._status, state=BoostState.OFF, gap=gap, message=str(error))
+        self._status = replace(
+            self._status, state=BoostState.OFF, gap=gap, message=str(error), fault=error.fault
+        )
         self._learn(controller)
         try:
             if (
@@ -375,14 +400,15 @@ class PowerSession:
 
     # ---- failures ----
 
-    def _fail(self, error: DeviceError) -> None:
+    def _fail(self, error: DeviceError, say: bool) -> None:
         if self._client is not None:
             self._client.abandon()
             self._client = None
         if self.settings.ntp_power == "require":
             raise PowerRequiredError(f"--ntp-power require: {error}") from error
-        self._status = replace(self._status, message=str(error))
-        self._warn(error.fault, f"power: no boost, training goes on: {error}")
+        self._status = replace(self._status, message=str(error), fault=error.fault)
+        if say:
+            self._warn(error.fault, f"power: no boost, training goes on: {error}")
 
     def _warn(self, key: object, text: str) -> None:
         if key not in self._warned:

@@ -6,12 +6,14 @@ Metadata has the shape of megatron_ntp.settings: `help`, and `argument` for argp
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from megatron_ntp.device.nvml_process import DEFAULT_DEADLINE_S
+from megatron_ntp.errors import PowerSettingsError
 
 MODES = ("off", "boost", "require")
+DEFAULT_DEADLINE_S = 5.0
 
 
 def _setting(default: Any, help_text: str, **argument: Any) -> Any:
@@ -82,14 +84,34 @@ class PowerSettings:
         found: dict[str, Any] = {f.name: getattr(args, f.name, f.default) for f in fields(cls)}
         return cls(**found)
 
+    @property
+    def is_on(self) -> bool:
+        return self.ntp_power != "off"
+
     def __post_init__(self) -> None:
+        """Raises PowerSettingsError for values that cannot be meant."""
         if self.ntp_power not in MODES:
-            raise ValueError(f"--ntp-power {self.ntp_power}: must be one of {', '.join(MODES)}")
+            raise PowerSettingsError(
+                f"--ntp-power {self.ntp_power}: must be one of {', '.join(MODES)}"
+            )
+        if self.ntp_power_nominal is not None and not _is_positive(self.ntp_power_nominal):
+            raise PowerSettingsError(
+                f"--ntp-power-nominal {self.ntp_power_nominal}: must be a number of watts above 0"
+            )
         if not 0 < self.ntp_power_target_gap < 0.5:
-            raise ValueError(
+            raise PowerSettingsError(
                 f"--ntp-power-target-gap {self.ntp_power_target_gap}: must be within 0 and 0.5"
             )
-        if self.ntp_power_deadline <= 0:
-            raise ValueError(f"--ntp-power-deadline {self.ntp_power_deadline}: must be above 0")
+        if not _is_positive(self.ntp_power_deadline):
+            raise PowerSettingsError(
+                f"--ntp-power-deadline {self.ntp_power_deadline}: must be a number of seconds "
+                "above 0"
+            )
         if self.ntp_power_socket and self.ntp_power_command:
-            raise ValueError("--ntp-power-socket and --ntp-power-command exclude each other")
+            raise PowerSettingsError(
+                "--ntp-power-socket and --ntp-power-command exclude each other: give one"
+            )
+
+
+def _is_positive(value: float) -> bool:
+    return math.isfinite(value) and value > 0
