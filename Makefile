@@ -15,11 +15,11 @@ help:  ## show this list
 rehearse: $(READY)  ## lose a GPU in a small CPU job and carry on; figures go to build/
 	$(BIN)/megatron-ntp rehearse $(ARGS)
 
-test: lint types  ## lint, types, and all tests on the installed megatron-core
+test: lint types cores  ## lint, types, and all tests; on other versions of Megatron in short
 	$(BIN)/python -m pytest $(TESTS) $(ARGS)
 
-test-versions: $(READY) cores  ## the tests that run on every supported megatron-core
-	$(BIN)/python -m pytest tests/megatron/test_versions.py tests/megatron/test_cpu_runtime.py $(ARGS)
+test-versions: $(READY) cores  ## the tests of Megatron on every supported version of it
+	NTP_TEST_CORES=all $(BIN)/python -m pytest tests/megatron -k core- $(ARGS)
 
 lint: $(READY)  ## check style
 	$(BIN)/ruff check .

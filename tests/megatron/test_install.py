@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from ranks import ROOT, run_ranks, run_training
-from versions import CORES
+from versions import CORES, EVERY_CORE
 
 from megatron_ntp.patching.bindings import diff_snapshots, identity_snapshot
 
@@ -55,7 +55,7 @@ def changed_code() -> tuple[list[str], int]:
     return differing, len(_before)
 
 
-@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("core", EVERY_CORE)
 def test_a_run_without_ntp_leaves_megatron_alone(core: Path | None) -> None:
     run = run_training(MODEL, 2, core=core, before=remember, after=changed_code)
     assert list(run.losses) == [1]
@@ -160,7 +160,7 @@ def install_and_undo() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("core", EVERY_CORE)
 def test_install_verify_undo(core: Path | None) -> None:
     result = run_ranks(install_and_undo, 1, core=core)[0]
     assert result.pop("same registry")

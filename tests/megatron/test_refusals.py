@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from ranks import ROOT, SCRIPT, Training, run_ranks, run_training
-from versions import CORES
+from versions import EVERY_CORE
 
 from megatron_ntp.integration.refusals import REFUSALS, Refusal
 from megatron_ntp.patching.versions import find_cores
@@ -245,14 +245,14 @@ def answers_of(core: Path | None) -> dict[str, str | None]:
     return run_ranks(refuse_each, 1, core=core)[0]
 
 
-@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("core", EVERY_CORE)
 def test_nothing_is_refused_by_default(core: Path | None) -> None:
     assert answers_of(core)[""] == ""
 
 
 @pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.argument)
 def test_each_refused_flag_by_name(row: Refusal) -> None:
-    answers = {str(param.id): answers_of(param.values[0])[row.argument] for param in CORES}
+    answers = {str(param.id): answers_of(param.values[0])[row.argument] for param in EVERY_CORE}
     found = {name: answer for name, answer in answers.items() if answer is not None}
     assert found, f"no version of Megatron has {row.flag}"
     for name, answer in found.items():

@@ -1,6 +1,6 @@
-"""Gradients and checkpoints once more, in short, on the other supported versions of Megatron.
+"""Training at uneven degrees on the other supported versions of Megatron.
 
-`make cores` fetches their wheels; without them the tests are skipped.
+In short on every version that `make cores` has fetched; at length with `make test-versions`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,22 @@ import jobs
 import pytest
 from jobs import DISTRIBUTED, GPT2, LLAMA, OVERLAP, Model
 from logical import distances, unequal
-from versions import CORES
-
-OTHERS = [core for core in CORES if core.values[0] is not None] or [
-    pytest.param(None, marks=pytest.mark.skip("no other megatron-core: run `make cores`"))
-]
+from versions import OTHER_CORES, only_with_all_cores
 
 
-@pytest.mark.parametrize("core", OTHERS)
+@pytest.mark.parametrize("core", OTHER_CORES)
+def test_two_and_one_train_as_plain_megatron(core: Path) -> None:
+    start = jobs.start(LLAMA, DISTRIBUTED, core=core)
+    plain = jobs.uniform(LLAMA, 1, 1, DISTRIBUTED, load=start, stop_at=3, core=core)
+    flags = (*DISTRIBUTED, *OVERLAP)
+    ours = jobs.nonuniform(LLAMA, (2, 1), flags, load=start, stop_at=3, core=core)
+    assert max(distances(ours.grads(), plain.grads()).values()) <= 2e-6
+    assert len(ours.losses) == 2
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
+
+
+@only_with_all_cores
+@pytest.mark.parametrize("core", OTHER_CORES)
 @pytest.mark.parametrize(
     ("model", "kind", "flags"),
     [(LLAMA, DISTRIBUTED, OVERLAP), (GPT2, (), ())],
