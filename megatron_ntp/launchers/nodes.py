@@ -160,35 +160,52 @@ def _agent(entry: Mapping[str, Any]) -> Agent:
     return Agent(**{**entry, **lists})
 
 
+Cell = tuple[tuple[int, int], ...]
+"""The slots of one TP group, dead ones included, as (node, slot)."""
+
+
 def place(nodes: Sequence[Node], shape: Shape) -> Placement:
     """Ranks and devices of a job on these nodes.
 
     Raises:
         PlanTopologyError: the nodes cannot hold the job, or a replica has nothing left.
     """
-    _check_nodes(nodes, shape)
-    used, spare = _choose(nodes, shape)
-    num_replicas = len(used) * shape.gpus_per_node // shape.slots_per_replica
+    check_nodes(nodes, shape)
+    used = _choose(nodes, shape)
+    slots = [(node, slot) for node in used for slot in range(shape.gpus_per_node)]
+    cells = [tuple(slots[i : i + shape.tp]) for i in range(0, len(slots), shape.tp)]
+    return arrange(nodes, cells, shape)
+
+
+def arrange(nodes: Sequence[Node], cells: Sequence[Cell], shape: Shape) -> Placement:
+    """Ranks and devices of these TP groups, `pp * cp` of them per replica, replica by replica.
+
+    Raises:
+        PlanTopologyError: a replica has nothing left.
+    """
+    num_replicas = len(cells) * shape.tp // shape.slots_per_replica
     failed = [
-        divmod(number * shape.gpus_per_node + slot, shape.slots_per_replica)
-        for number, node in enumerate(used)
-        for slot in range(shape.gpus_per_node)
-        if node.slots[slot].device is None
+        divmod(domain * shape.tp + place_in_cell, shape.slots_per_replica)
+        for domain, cell in enumerate(cells)
+        for place_in_cell, (node, slot) in enumerate(cell)
+        if nodes[node].slots[slot].device is None
     ]
     topology = Topology.from_failed(num_replicas, shape.tp, failed, pp=shape.pp, cp=shape.cp)
-    agents = _agents(used, topology, shape.gpus_per_node)
+    agents = _agents(nodes, cells, topology)
+    used = {node for cell in cells for node, _ in cell}
     return Placement(
         tp=shape.tp,
         degrees=topology.degrees,
         failed=format_failed(topology.failed),
         world_size=topology.world_size,
         agents=agents,
-        excluded=_excluded(used, agents),
-        spare_hosts=tuple(node.host for node in spare),
+        excluded=_excluded(nodes, cells, agents),
+        spare_hosts=tuple(node.host for i, node in enumerate(nodes) if i not in used),
     )
 
 
-def _check_nodes(nodes: Sequence[Node], shape: Shape) -> None:
+def check_nodes(nodes: Sequence[Node], shape: Shape) -> None:
+    """Raises PlanTopologyError unless TP groups fill the nodes' slots, and hosts differ."""
     big, small = max(shape.tp, shape.gpus_per_node), min(shape.tp, shape.gpus_per_node)
     if small < 1 or big % small:
         raise PlanTopologyError(
@@ -207,45 +224,53 @@ def _check_nodes(nodes: Sequence[Node], shape: Shape) -> None:
         raise PlanTopologyError(f"nodes are named twice: {', '.join(twice)}")
 
 
-def _choose(nodes: Sequence[Node], shape: Shape) -> tuple[list[Node], list[Node]]:
-    """Whole TP groups of nodes for the job and those to spare: the most damaged are spared."""
-    size = max(1, shape.tp // shape.gpus_per_node)
-    available = len(nodes) * shape.gpus_per_node
+def wanted_replicas(num_nodes: int, shape: Shape) -> int:
+    """Replicas of the healthy job. Raises PlanTopologyError where the nodes do not hold them."""
+    available = num_nodes * shape.gpus_per_node
     wanted = shape.num_replicas
     if wanted is None:
         wanted, rest = divmod(available, shape.slots_per_replica)
         if rest or not wanted:
             raise PlanTopologyError(
-                f"{len(nodes)} nodes of {shape.gpus_per_node} GPUs are {available} slots, no "
+                f"{num_nodes} nodes of {shape.gpus_per_node} GPUs are {available} slots, no "
                 f"multiple of tp {shape.tp} x pp {shape.pp} x cp {shape.cp} = "
                 f"{shape.slots_per_replica}. Change the number of nodes, or say how many replicas "
                 "the job has: the nodes left over are spares"
             )
+    if wanted * shape.slots_per_replica > available:
+        raise PlanTopologyError(
+            f"{wanted} replicas of {shape.slots_per_replica} GPUs do not fit "
+            f"{num_nodes} whole nodes of {shape.gpus_per_node}"
+        )
+    return wanted
+
+
+def _choose(nodes: Sequence[Node], shape: Shape) -> list[int]:
+    """Whole TP groups of nodes for the job; the most damaged are left to spare."""
+    size = max(1, shape.tp // shape.gpus_per_node)
+    wanted = wanted_replicas(len(nodes), shape)
     needed, rest = divmod(wanted * shape.slots_per_replica, shape.gpus_per_node)
-    if rest or needed > len(nodes):
+    if rest:
         raise PlanTopologyError(
             f"{wanted} replicas of {shape.slots_per_replica} GPUs do not fit "
             f"{len(nodes)} whole nodes of {shape.gpus_per_node}"
         )
-    units = _units(nodes, size)
+    units = node_sets(nodes, size)
     if len(units) * size < needed:
         raise PlanTopologyError(
             f"a TP group of {shape.tp} needs {size} nodes of one block, and the allocation has "
             f"only {len(units)} such sets, not {needed // size}. Ask Slurm for --segment={size}"
         )
-    damage = sorted(range(len(units)), key=lambda i: (sum(n.num_dead for n in units[i]), i))
+    damage = sorted(range(len(units)), key=lambda i: (sum(nodes[n].num_dead for n in units[i]), i))
     kept = sorted(damage[: needed // size])
-    used = [node for i in kept for node in units[i]]
-    return used, [node for node in nodes if node not in used]
+    return [node for i in kept for node in units[i]]
 
 
-def _units(nodes: Sequence[Node], size: int) -> list[list[Node]]:
-    """Nodes in sets that hold whole TP groups, none of them across blocks."""
-    if size == 1:
-        return [[node] for node in nodes]
-    blocks: dict[str, list[Node]] = {}
-    for node in nodes:
-        blocks.setdefault(node.block, []).append(node)
+def node_sets(nodes: Sequence[Node], size: int) -> list[list[int]]:
+    """Nodes in sets of `size` that hold whole TP groups, none of them across blocks."""
+    blocks: dict[str, list[int]] = {}
+    for number, node in enumerate(nodes):
+        blocks.setdefault(node.block if size > 1 else "", []).append(number)
     return [
         members[i : i + size]
         for members in blocks.values()
@@ -253,32 +278,42 @@ def _units(nodes: Sequence[Node], size: int) -> list[list[Node]]:
     ]
 
 
-def _agents(nodes: Sequence[Node], topology: Topology, gpus_per_node: int) -> tuple[Agent, ...]:
+def _agents(nodes: Sequence[Node], cells: Sequence[Cell], topology: Topology) -> tuple[Agent, ...]:
     """Runs of consecutive ranks on one node. See [Agents]."""
     runs: list[tuple[int, list[RankInfo]]] = []
     for info in topology.ranks:
-        number = (info.domain * topology.nominal_tp + info.domain_slot) // gpus_per_node
-        if not runs or runs[-1][0] != number:
-            runs.append((number, []))
+        node, _ = cells[info.domain][info.domain_slot]
+        if not runs or runs[-1][0] != node:
+            runs.append((node, []))
         runs[-1][1].append(info)
     agents = []
-    for number, ranks in runs:
-        slots = tuple(
-            (info.domain * topology.nominal_tp + info.domain_slot) % gpus_per_node for info in ranks
-        )
-        devices = tuple(nodes[number].slots[slot].device for slot in slots)
-        assert None not in devices, f"a dead slot of {nodes[number].host} got a rank"
+    for node, ranks in runs:
+        slots = tuple(cells[info.domain][info.domain_slot][1] for info in ranks)
+        devices = tuple(nodes[node].slots[slot].device for slot in slots)
+        assert None not in devices, f"a dead slot of {nodes[node].host} got a rank"
         named = tuple(str(device) for device in devices)
-        agents.append(Agent(nodes[number].host, ranks[0].global_rank, named, slots))
+        agents.append(Agent(nodes[node].host, ranks[0].global_rank, named, slots))
     return tuple(agents)
 
 
-def _excluded(nodes: Sequence[Node], agents: Sequence[Agent]) -> tuple[Excluded, ...]:
+def _excluded(
+    nodes: Sequence[Node], cells: Sequence[Cell], agents: Sequence[Agent]
+) -> tuple[Excluded, ...]:
+    """Slots without a rank, of nodes that have some."""
     taken = {(agent.host, slot) for agent in agents for slot in agent.slots}
-    idle = "idle: another TP group of its replica is weaker"
+    in_cells = {where for cell in cells for where in cell}
+    used = {node for node, _ in in_cells}
+
+    def why(node: int, slot: int) -> str:
+        if nodes[node].slots[slot].device is None:
+            return nodes[node].slots[slot].reason
+        if (node, slot) in in_cells:
+            return "idle: another TP group of its replica is weaker"
+        return "idle: of no replica"
+
     return tuple(
-        Excluded(node.host, number, slot.reason if slot.device is None else idle)
-        for node in nodes
-        for number, slot in enumerate(node.slots)
-        if (node.host, number) not in taken
+        Excluded(nodes[node].host, slot, why(node, slot))
+        for node in sorted(used)
+        for slot in range(len(nodes[node].slots))
+        if (nodes[node].host, slot) not in taken
     )

@@ -80,6 +80,10 @@ class ModelDims:
             "vocab": self.hidden_size,
         }[family]
 
+    def cost(self, degree: int) -> int:
+        """Work of TP rank 0 at this degree, which owns the most of every family: unit costs."""
+        return sum(-(-self.num_units(name) // degree) * self.unit_cost(name) for name in FAMILIES)
+
 
 def require_family(family: str) -> None:
     """Raise PlanLookupError unless there is a family of this name."""

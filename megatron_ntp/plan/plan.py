@@ -61,13 +61,7 @@ class Plan:
         scores, norms, communication and power boost are left out: measure where it matters.
         """
         require_int("TP degree", degree, minimum=1)
-        return self._cost(degree) / self._cost(self.topology.nominal_tp)
-
-    def _cost(self, degree: int) -> int:
-        return sum(
-            -(-self.model.num_units(name) // degree) * self.model.unit_cost(name)
-            for name in FAMILIES
-        )
+        return self.model.cost(degree) / self.model.cost(self.topology.nominal_tp)
 
     @property
     def dp_slowness(self) -> tuple[float, ...]:
