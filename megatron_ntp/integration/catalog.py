@@ -174,8 +174,14 @@ ROWS: tuple[Patch, ...] = (
     _row(
         "megatron.training.training:train_step",
         "batch:train_step",
-        "counts the samples of a shrunken batch",
+        "counts the samples of a shrunken batch, and times steps for the power boost",
         ("forward_step_func", "data_iterator", "model", "optimizer"),
+    ),
+    _row(
+        "megatron.training.training:train",
+        "power:train",
+        "restores power limits when training ends",
+        ("forward_step_func", "model", "optimizer"),
     ),
     # Checkpoints
     _row(
@@ -189,6 +195,12 @@ ROWS: tuple[Patch, ...] = (
         "checkpoint:save_checkpoint",
         "saves RNG state for TP ranks that no replica has any more",
         ("iteration", "model", "optimizer"),
+    ),
+    _row(
+        "megatron.training.async_utils:maybe_finalize_async_save",
+        "checkpoint:finalize_async_save",
+        "tells a disk that failed under a save in the background as that",
+        ("blocking", "terminate"),
     ),
     _row(
         "megatron.training.checkpointing:load_checkpoint",

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -206,8 +207,26 @@ def save_checkpoint(original: Callable[..., Any], iteration: int, *args: Any, **
     if ntp is None:
         return original(iteration, *args, **kwargs)
     saving.print_warnings(ntp, get_args(), f"checkpoint of iteration {iteration}")
-    with saving.guarded(ntp, get_args(), iteration):
+    path = Path(get_args().save) / f"iter_{iteration:07d}"
+    saving.prepare(ntp, path)
+    ntp.saves.append(path)
+    with saving.guarded(path):
         return original(iteration, *args, **kwargs)
+
+
+def finalize_async_save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Wraps `megatron.training.async_utils.maybe_finalize_async_save`.
+
+    There Megatron learns how a save in the background (--async-save) ended.
+    """
+    ntp = context.current()
+    try:
+        return original(*args, **kwargs)
+    except (Exception, CheckpointException):
+        if ntp is None or not ntp.saves:
+            raise
+        with saving.guarded(saving.oldest_unfinished(ntp.saves)):
+            raise
 
 
 def get_rng_state(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

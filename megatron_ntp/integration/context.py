@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ntp.comm.exchange import TrafficCounters
 from megatron_ntp.comm.groups import Membership
+from megatron_ntp.device.settings import PowerSettings
 from megatron_ntp.errors import NTPError
 from megatron_ntp.plan.batch import BatchShares
 from megatron_ntp.plan.partition import UnitLayout
@@ -21,6 +23,7 @@ from megatron_ntp.settings import NTPSettings
 
 if TYPE_CHECKING:
     from megatron_ntp.integration.loading import LoadDecision
+    from megatron_ntp.integration.power import PowerBoost
 
 
 @dataclass
@@ -35,6 +38,10 @@ class NTPContext:
     batch: BatchShares | None = None
     counters: TrafficCounters = field(default_factory=TrafficCounters)
     load: LoadDecision | None = None
+    power: PowerSettings = field(default_factory=PowerSettings)
+    boost: PowerBoost | None = None
+    saves: list[Path] = field(default_factory=list)
+    """The checkpoints of this run, the last of which may still be written in the background."""
     checkpoint_nbytes_read: int = 0
     steps: int = 0
     must_check_in: bool = False

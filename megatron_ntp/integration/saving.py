@@ -70,33 +70,42 @@ def print_warnings(ntp: NTPContext, args: argparse.Namespace, when: str) -> None
             print(f"nonuniform TP WARNING ({when}): {warning}", flush=True)
 
 
-@contextmanager
-def guarded(ntp: NTPContext, args: argparse.Namespace, iteration: int) -> Iterator[None]:
-    """Around a save, on every rank: tells a failing disk as that.
+def prepare(ntp: NTPContext, path: Path) -> None:
+    """An older checkpoint of the same iteration no longer counts as whole.
 
-    An older checkpoint of the same iteration no longer counts as whole.
+    Megatron overwrites it file by file and marks it at the end. Left marked, a mixture of two saves
+    would pass for a whole checkpoint if this one is interrupted.
+    """
+    if ntp.global_rank == 0:
+        (path / MARKER).unlink(missing_ok=True)
+
+
+@contextmanager
+def guarded(path: Path) -> Iterator[None]:
+    """Around the writing of a checkpoint, on every rank: tells a failing disk as that.
 
     Raises:
         CheckpointError: the checkpoint could not be written.
     """
-    path = Path(args.save) / f"iter_{iteration:07d}"
-    if ntp.global_rank == 0:
-        # Megatron overwrites it file by file and marks it at the end. Left marked, a mixture of
-        # two saves would pass for a whole checkpoint if this one is interrupted.
-        (path / MARKER).unlink(missing_ok=True)
     try:
         yield
     except NTPError:
         raise
     except (Exception, CheckpointException) as error:  # torch derives it from BaseException
-        why = _disk_failure(error, Path(args.save))
+        folder = path.parent
+        why = _disk_failure(error, folder)
         if why is None:
             raise
         raise CheckpointError(
             f"{path} could not be saved: {why}. It is incomplete and will not be loaded; earlier "
-            f"checkpoints were not touched ({_newest(Path(args.save))}). Make room or mend the "
-            "disk, and start again with the same flags"
+            f"checkpoints were not touched ({_newest(folder)}). Make room or mend the disk, and "
+            "start again with the same flags"
         ) from error
+
+
+def oldest_unfinished(paths: list[Path]) -> Path:
+    """The first of a run's checkpoints, in the order of its saves, that is not whole."""
+    return next((path for path in paths if not (path / MARKER).is_file()), paths[-1])
 
 
 def _disk_failure(error: BaseException, folder: Path) -> str | None:

@@ -298,12 +298,29 @@ def fork_workers() -> None:
     torch.multiprocessing.get_context = lambda *unused: fork
 
 
+BACKGROUND = ("--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-worker")
+
+
+def test_a_disk_that_fills_in_the_background_is_one_error(
+    small_disk: Path, saved: Path, core: Path | None
+) -> None:
+    path = small_disk / "ckpt"
+    argv = ("--load", saved, "--ckpt-step", "2", "--save", path, *BACKGROUND)
+    found = ours("2,1", *argv, core=core, before=fork_workers, check=False)
+    error = single_error(found)
+    assert f"{path / 'iter_0000006'} could not be saved: no space is left on the disk" in error
+    assert "the newest whole one is iter_0000004" in error
+    choice = choose(list_folder(path))
+    assert choice.chosen is not None
+    assert choice.chosen.name == "iter_0000004"
+    assert contents(choice.chosen) == []
+
+
 def test_an_asynchronous_save_is_whole_and_can_be_loaded(
     saved: Path, tmp_path: Path, core: Path | None
 ) -> None:
     path = tmp_path / "async"
-    flags = ("--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-worker")
-    argv = ("--load", saved, "--save", path, *flags, "--exit-interval", "7")
+    argv = ("--load", saved, "--save", path, *BACKGROUND, "--exit-interval", "7")
     wrote = ours("2,1", *argv, core=core, before=fork_workers)
     assert "scheduled an async checkpoint save at iteration" in "\n".join(wrote.stdout)
     choice = choose(list_folder(path))
