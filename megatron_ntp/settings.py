@@ -22,6 +22,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from megatron_ntp.checkpoint.modes import CheckpointCheck, LoadMode
+from megatron_ntp.device.settings import PowerSettings
 from megatron_ntp.errors import SettingsFileError
 from megatron_ntp.plan.batch import BatchPolicy
 
@@ -109,7 +110,25 @@ class NTPSettings:
         return cls(**values)
 
 
-DECLARED: tuple[type, ...] = (NTPSettings,)
+@dataclass(frozen=True)
+class InjectSettings:
+    """Faults on purpose, to see that a job comes back (docs/faults.md)."""
+
+    ntp_inject: str | None = _setting(
+        None,
+        'Let faults happen, each once per job, e.g. "kill:rank=3@step=7; hang:rank=1@save" '
+        "(docs/faults.md).",
+        metavar="FAULTS",
+    )
+    ntp_inject_state: str | None = _setting(
+        None,
+        "Where --ntp-inject remembers what has happened; default: the run folder of `megatron-ntp "
+        "launch`.",
+        metavar="DIR",
+    )
+
+
+DECLARED: tuple[type, ...] = (NTPSettings, PowerSettings, InjectSettings)
 """Dataclasses whose fields are flags, in the order of tables. Their metadata is that of above."""
 
 COMMAND_LINE_ONLY = ("ntp", "ntp_config")
@@ -229,7 +248,7 @@ def _unknown(key: str, known: Sequence[str]) -> str:
     guess = key.strip().lstrip("-").replace("_", "-")
     guesses = (guess, "ntp-" + guess)
     near = next((name for name in guesses if name in known), None) or next(
-        (match for name in guesses for match in difflib.get_close_matches(name, known, 1, 0.6)),
+        (match for name in guesses for match in difflib.get_close_matches(name, known, 1, 0.75)),
         None,
     )
     hint = f"Did you mean {near}?" if near else f"Known keys: {', '.join(known)}"

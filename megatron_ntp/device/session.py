@@ -75,6 +75,7 @@ class PowerSession:
         self._controller: Controller | None = None
         self._board = ""
         self._warned: set[object] = set()
+        self._tells = True
         self._request: OpenRequest | None = None
         self._queue: deque[Observation] = deque(maxlen=MAX_QUEUE)
         self._wake, self._stop, self._idle = (threading.Event() for _ in range(3))
@@ -124,12 +125,12 @@ class PowerSession:
         `domains` are those of the job that may share its rack. `expected_gap` is the share of a
         step that the others would wait for this replica without power; default: as GPUs are
         missing. At 0 limits are held at nominal. `say=False` leaves it to the caller to tell what
-        is returned. Returns what happened; `state` OFF with a message is a failure that training
-        need not care about.
+        is returned, and `status` later; only what goes wrong under way is still said here. Returns
+        what happened; `state` OFF with a message is a failure that training need not care about.
         """
         if not self.settings.is_on:
             return self._status
-        gap = expected_gap
+        self._tells, gap = say, expected_gap
         if gap is None:
             gap = reduction_gap(domain.num_gpus, domain.num_alive)
         self._status = PowerStatus(BoostState.OFF, gap)
@@ -145,9 +146,9 @@ class PowerSession:
             reply = self._open(request)
             self._set(reply.nominal_mw, only_from=reply.found_mw)
         except DeviceError as error:
-            self._fail(error, say)
+            self._fail(error)
             return self._status
-        self._start_control(reply, gap, say)
+        self._start_control(reply, gap)
         return self._status
 
     def observe(self, step: int, wait_s: float, step_s: float) -> None:
@@ -227,7 +228,7 @@ class PowerSession:
                 return reply
         raise AssertionError("the last way either answers or raises")
 
-    def _start_control(self, reply: OpenReply, gap: float, say: bool) -> None:
+    def _start_control(self, reply: OpenReply, gap: float) -> None:
         curve = self._load_curve()
         state = BoostState.RAISING if reply.has_headroom else BoostState.NO_HEADROOM
         self._status = PowerStatus(
@@ -240,7 +241,7 @@ class PowerSession:
         )
         for line in reply.settled:
             log.info("power: limits of an earlier job: %s", line)
-        if say:
+        if self._tells:
             self._say_what_to_expect(reply, gap)
         if gap > 0:
             self._controller = Controller(
@@ -323,7 +324,7 @@ class PowerSession:
             limit_mw=controller.limit_mw,
             measured_gap=controller.measured_gap,
         )
-        if controller.state is not before.state:
+        if self._tells and controller.state is not before.state:
             log.info(
                 "power: %s at %g W of %g W, gap %.1f %%",
                 controller.state.value,
@@ -400,14 +401,14 @@ class PowerSession:
 
     # ---- failures ----
 
-    def _fail(self, error: DeviceError, say: bool) -> None:
+    def _fail(self, error: DeviceError) -> None:
         if self._client is not None:
             self._client.abandon()
             self._client = None
         if self.settings.ntp_power == "require":
             raise PowerRequiredError(f"--ntp-power require: {error}") from error
         self._status = replace(self._status, message=str(error), fault=error.fault)
-        if say:
+        if self._tells:
             self._warn(error.fault, f"power: no boost, training goes on: {error}")
 
     def _warn(self, key: object, text: str) -> None:

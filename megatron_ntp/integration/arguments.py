@@ -14,6 +14,7 @@ from typing import Any
 from megatron_ntp import settings as ntp_settings
 from megatron_ntp.errors import PlanTopologyError, PlanWorldError
 from megatron_ntp.integration import context
+from megatron_ntp.integration.power import checked_settings
 from megatron_ntp.integration.refusals import refuse_unsupported
 from megatron_ntp.integration.saving import refuse_lost_state
 from megatron_ntp.plan.plan import Plan
@@ -41,6 +42,7 @@ def validate_args(
     refuse_unsupported(args)
     world_size = args.world_size
     topology, plan = job_topology(settings, args)
+    power = checked_settings(args)
     refuse_lost_state(args, topology.is_reduced)
     args.world_size = topology.nominal_world_size
     try:
@@ -50,7 +52,9 @@ def validate_args(
     # Megatron derives some settings (gradient type, sequence parallelism) while it validates.
     refuse_unsupported(args)
     context.activate(
-        context.NTPContext(settings=settings, topology=topology, global_rank=args.rank, plan=plan)
+        context.NTPContext(
+            settings=settings, topology=topology, global_rank=args.rank, plan=plan, power=power
+        )
     )
     return result
 

@@ -18,6 +18,7 @@ from megatron.training import get_args
 from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 
 from megatron_ntp.integration import context
+from megatron_ntp.integration.power_waits import StepWaits
 from megatron_ntp.plan.batch import BatchPolicy, BatchShares
 
 
@@ -53,6 +54,11 @@ def deal(shares: tuple[int, ...]) -> list[int]:
         for dp_rank, share in enumerate(shares)
         if turn < share
     ]
+
+
+def _waits() -> StepWaits | None:
+    ntp = context.current()
+    return ntp.boost.waits if ntp is not None and ntp.boost is not None else None
 
 
 def _uneven_batch() -> tuple[context.NTPContext, BatchShares] | None:
@@ -98,9 +104,14 @@ def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wraps `megatron.training.training.train_step`: counts the samples that were really used.
 
     Megatron's loop adds the nominal batch after each step; what a shrunken batch lacks is taken off
-    here.
+    here. Steps are timed where the power boost wants to know.
     """
+    waits = _waits()
+    if waits is not None:
+        waits.begin_step()
     result = original(*args, **kwargs)
+    if waits is not None:
+        waits.end_step()
     uneven = _uneven_batch()
     if uneven is not None and uneven[1].policy == BatchPolicy.SHRINK:
         batch = uneven[1]

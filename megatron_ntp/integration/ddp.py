@@ -60,7 +60,13 @@ class NTPDistributedDataParallel(DistributedDataParallel):
     def finish_grad_sync(self, *args: Any, **kwargs: Any) -> None:
         """Pre-sync first, then Megatron's DP reduce. Extra ranks have nothing to reduce."""
         self.ntp_grads.finish()
-        if not self._is_extra:
+        if self._is_extra:
+            return
+        boost = self.ntp_model.ntp.boost
+        if boost is None or boost.waits is None:
+            super().finish_grad_sync(*args, **kwargs)
+            return
+        with boost.waits.waiting():
             super().finish_grad_sync(*args, **kwargs)
 
     def start_grad_sync(self, *unused: Any) -> None:

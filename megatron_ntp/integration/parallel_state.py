@@ -129,6 +129,8 @@ def initialize_model_parallel(original: Callable[..., None], *args: Any, **kwarg
     )
     ntp.groups = groups
     set_globals(groups, ntp.rank.dp_rank, ntp.topology.num_replicas, ntp.is_extra)
+    if ntp.boost is not None:
+        ntp.boost.connect(timedelta(minutes=minutes))
 
 
 def _check_in(ntp: context.NTPContext) -> None:

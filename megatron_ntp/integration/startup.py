@@ -20,7 +20,7 @@ from megatron.training import get_args
 from megatron_ntp.comm.board import Board
 from megatron_ntp.comm.groups import check_in
 from megatron_ntp.errors import PlanBatchError, StartError
-from megatron_ntp.integration import context
+from megatron_ntp.integration import context, power
 from megatron_ntp.integration.loading import decide
 from megatron_ntp.integration.saving import print_warnings
 from megatron_ntp.plan.batch import BatchPolicy
@@ -71,7 +71,7 @@ def initialize_distributed(original: Callable[..., None], *args: Any, **kwargs: 
     )
     ntp.batch = ntp.plan.batch(num_microbatches)
     bound = inspect.signature(original).bind(*args, **kwargs)
-    board = None
+    board = store = None
     if not dist.is_initialized():
         store = bound.arguments.get("store")
         if store is None:
@@ -94,8 +94,28 @@ def initialize_distributed(original: Callable[..., None], *args: Any, **kwargs: 
     if ntp.global_rank == 0:
         print(f"nonuniform TP plan:\n{ntp.plan.table()}", flush=True)
     ntp.load = decide(ntp, megatron_args, board)
+    _start_power(ntp, megatron_args, num_microbatches, store)
     print_warnings(ntp, megatron_args, "start")
     original(*bound.args, **bound.kwargs)
+
+
+def _start_power(
+    ntp: context.NTPContext, args: argparse.Namespace, num_microbatches: int, store: Any
+) -> None:
+    """Power limits, and microbatches for what power will leave of a replica's lag."""
+    if not ntp.power.is_on:
+        return
+    assert ntp.plan is not None
+    board = Board(
+        store if store is not None else dist.distributed_c10d._get_default_store(),
+        "power",
+        ntp.global_rank,
+        args.world_size,
+        ntp.settings.ntp_start_timeout,
+    )
+    ntp.boost = power.start(ntp, args, board)
+    if ntp.boost is not None:
+        ntp.batch = ntp.plan.batch(num_microbatches, ntp.boost.slowness)
 
 
 def _rendezvous(ntp: context.NTPContext, world_size: int) -> dist.Store:

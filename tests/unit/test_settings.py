@@ -36,6 +36,17 @@ FROZEN = {
     "--ntp-stats-dir": (None, None),
     "--ntp-load": ("full", ("full", "model-only", "or-scratch")),
     "--ntp-checkpoint-check": ("files", ("files", "content")),
+    "--ntp-power": ("off", ("off", "boost", "require")),
+    "--ntp-power-nominal": (None, None),
+    "--ntp-power-site": (None, None),
+    "--ntp-power-socket": (None, None),
+    "--ntp-power-command": (None, None),
+    "--ntp-power-state-dir": (None, None),
+    "--ntp-power-model": (None, None),
+    "--ntp-power-target-gap": (0.01, None),
+    "--ntp-power-deadline": (5.0, None),
+    "--ntp-inject": (None, None),
+    "--ntp-inject-state": (None, None),
 }
 
 
