@@ -63,9 +63,13 @@ def install_from_argv() -> None:
 
         install_excepthook()
         _check_switch(flags)
+        from megatron_ntp import watching
+
+        watching.begin(sys.argv[1:])
         from megatron_ntp.integration.install import install
 
         install()
+        watching.watch()
 
 
 def _check_switch(flags: list[str]) -> None:

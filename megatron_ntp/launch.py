@@ -12,7 +12,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from megatron_ntp import install_from_argv
+from megatron_ntp import install_from_argv, watching
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,18 +46,13 @@ def run(argv: Sequence[str]) -> int:
         parser.error(f"there is no script {options.script!r} (working folder: {os.getcwd()})")
     arguments = list(options.arguments)
     _put_script_folder_first(options.script)  # before megatron is imported: it may lie there
-    if options.cpu:
-        from megatron_ntp import cpu_runtime
-
-        try:
-            cpu_runtime.check_arguments(arguments)
-            cpu_runtime.install()
-        except (ValueError, cpu_runtime.GpuVisibleError) as refusal:
-            parser.error(str(refusal))
-        arguments += cpu_runtime.cpu_arguments()
-    sys.argv = [options.script, *arguments]
     try:
+        watching.begin(arguments)
+        if options.cpu:
+            arguments += _cpu_arguments(parser, arguments)
+        sys.argv = [options.script, *arguments]
         install_from_argv()
+        watching.watch()
         if options.loss_log:
             from megatron_ntp.integration import loss_log
 
@@ -70,6 +65,18 @@ def run(argv: Sequence[str]) -> int:
             raise
         return reporting.STATUS
     return 0
+
+
+def _cpu_arguments(parser: argparse.ArgumentParser, arguments: list[str]) -> list[str]:
+    """Puts the CPU runtime in; returns the flags that it adds."""
+    from megatron_ntp import cpu_runtime
+
+    try:
+        cpu_runtime.check_arguments(arguments)
+        cpu_runtime.install()
+    except (ValueError, cpu_runtime.GpuVisibleError) as refusal:
+        parser.error(str(refusal))
+    return cpu_runtime.cpu_arguments()
 
 
 def _put_script_folder_first(script: str) -> None:
