@@ -3,6 +3,21 @@
 Supervisors of all nodes and ranks append to one file. Each line is one write in append mode, so
 lines of several writers do not mix on a local or parallel file system; a writer that is killed in
 between leaves at most one torn line, and the next writer starts a new one.
+
+What `report` looks for, where it is known (seconds end in `_s`; an iteration is the number of steps
+that the job has completed; every event may have more fields):
+
+    supervisor-started
+    health, decision    attempt, reason, digest, planning_s
+    attempt-started     attempt, degrees, digest, from_checkpoint
+    first-step          attempt, iteration, start_s, load_s, first_step_s   (of the slowest rank)
+    step-progress       attempt, iteration
+    fault-detected      attempt, reason, detection_s    (from the fault, or the last sign of life)
+    attempt-ended       attempt, reason, status, iteration, steps_lost, stepping_s
+                        (stepping_s: from the end of the first step to that of the last)
+    stopped, finished   reason, status
+    faults-armed        faults
+    fault-injected      fault, rank, moment, iteration
 """
 
 from __future__ import annotations
