@@ -125,11 +125,6 @@ def options_from(given: argparse.Namespace) -> Options:
     """The options of a rehearsal. Raises PlanError where they do not make one."""
     interval = max(1, given.steps // 3) if given.save_interval is None else given.save_interval
     fail_at = interval + max(1, (interval + 1) // 2) if given.fail_at is None else given.fail_at
-    if given.policy == "shrink":
-        raise RehearsalError(
-            "policy shrink cannot be rehearsed: a smaller batch has other losses by design, and no "
-            "undisturbed job to be compared with. Use keep or redistribute"
-        )
     if not 0 <= given.tolerance < float("inf"):
         raise RehearsalError(f"--tolerance must be a number of at least 0, got {given.tolerance}")
     return Options(

@@ -90,6 +90,16 @@ class Options:
         return self.resumed_after + self.save_interval
 
     @property
+    def global_batch(self) -> int:
+        """Samples of a step of the healthy job."""
+        return self.num_microbatches * self.num_replicas
+
+    @property
+    def reduced_batch(self) -> int:
+        """Samples of a step of the reduced job."""
+        return self.plan.batch(self.num_microbatches).total
+
+    @property
     def num_replicas(self) -> int:
         return len(self.degrees)
 
@@ -148,7 +158,6 @@ def _round_up(value: int, multiple: int) -> int:
 def megatron_flags(options: Options) -> list[str]:
     """The flags that all phases share: the whole job except what it loads, saves and loses."""
     dims = options.dims
-    batch = options.num_microbatches * options.num_replicas
     flags = {
         "tensor-model-parallel-size": options.nominal_tp,
         "num-layers": dims.num_layers,
@@ -167,12 +176,11 @@ def megatron_flags(options: Options) -> list[str]:
         "vocab-size": TOKENIZER_VOCAB_SIZE,
         "make-vocab-size-divisible-by": VOCAB_DIVISOR,
         "micro-batch-size": 1,
-        "global-batch-size": batch,
+        "global-batch-size": options.global_batch,
         "train-iters": options.num_steps,
         "lr": LEARNING_RATE,
         "min-lr": LEARNING_RATE / 10,
-        "lr-decay-style": "cosine",
-        "lr-warmup-iters": 2,
+        **_schedule(options),
         "clip-grad": 1.0,
         "weight-decay": 0.1,
         "seed": 1234,
@@ -181,7 +189,7 @@ def megatron_flags(options: Options) -> list[str]:
         "eval-interval": 1_000_000,
         "ckpt-format": "torch_dist",
     }
-    switches = (
+    switches = [
         "group-query-attention",
         "swiglu",
         "disable-bias-linear",
@@ -189,9 +197,18 @@ def megatron_flags(options: Options) -> list[str]:
         "mock-data",
         "use-distributed-optimizer",
         "dist-ckpt-optim-fully-reshardable",
-    )
+    ]
+    if options.reduced_batch != options.global_batch:
+        switches.append("override-opt-param-scheduler")
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     return [*words, *(f"--{name}" for name in switches)]
+
+
+def _schedule(options: Options) -> dict[str, object]:
+    """Megatron's learning rate depends on samples: it stays constant where batches differ."""
+    if options.reduced_batch != options.global_batch:
+        return {"lr-decay-style": "constant", "lr-warmup-iters": 0}
+    return {"lr-decay-style": "cosine", "lr-warmup-iters": 2}
 
 
 def training_script() -> Path:

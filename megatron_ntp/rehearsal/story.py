@@ -4,6 +4,9 @@ healthy      plain Megatron, uniform degree; saves; a rank is killed in the midd
 reduced      --ntp, one process less, from the last checkpoint; saves
 repaired     plain Megatron, uniform degree, from the checkpoint that the reduced job wrote
 undisturbed  plain Megatron, uniform degree, all steps in one go, no checkpoint
+
+Where the reduced job's batch is smaller (policy shrink), the undisturbed job has to make the same
+change of batch at the same steps: it is three plain jobs in a row, the middle one with that batch.
 """
 
 from __future__ import annotations
@@ -109,7 +112,7 @@ class Story:
         reduced = self._run(self._reduced())
         statistics = [json.loads(p.read_text()) for p in sorted(self._statistics.glob("*.json"))]
         repaired = self._run(self._repaired())
-        undisturbed = self._run(self._undisturbed())
+        undisturbed = self._run_in_a_row(self._undisturbed())
         return Outcome(self.options, healthy, reduced, repaired, undisturbed, tuple(statistics))
 
     # Phases
@@ -130,7 +133,6 @@ class Story:
     def _reduced(self) -> Phase:
         options = self.options
         degrees = " + ".join(f"TP{degree}" for degree in options.topology.dp_degrees)
-        exit_flags = ("--exit-interval", str(options.save_interval))
         ntp_flags = ("--ntp", "--ntp-plan", str(self._plan))
         return Phase(
             "reduced",
@@ -143,7 +145,7 @@ class Story:
                 *self._loads(),
                 *("--ckpt-step", str(options.resumed_after)),  # whatever a late kill let through
                 *self._saves(),
-                *exit_flags,
+                *_exit_at(options.repaired_after),
                 *ntp_flags,
                 *("--ntp-stats-dir", str(self._statistics)),
             ),
@@ -161,17 +163,39 @@ class Story:
             tuple(self._loads()),
         )
 
-    def _undisturbed(self) -> Phase:
+    def _undisturbed(self) -> list[Phase]:
         options = self.options
-        return Phase(
-            "undisturbed",
-            "4/4 undisturbed",
-            self._uniform(),
-            options.healthy.world_size,
-            1,
-            options.num_steps,
-            (),
-        )
+        name, title = "undisturbed", "4/4 undisturbed"
+        batch = options.reduced_batch
+        if batch == options.global_batch:
+            whole = Phase(
+                name,
+                title,
+                self._uniform(),
+                options.healthy.world_size,
+                1,
+                options.num_steps,
+                (),
+            )
+            return [whole]
+        folder = str(self.folder / "undisturbed")
+        loads = ("--load", folder)
+        saves = ("--save", folder, "--save-interval", str(options.save_interval))
+        first, second = options.resumed_after, options.repaired_after
+        same, world_size = self._uniform(), options.healthy.world_size
+        return [
+            Phase(name, title, same, world_size, 1, first, (*saves, *_exit_at(first))),
+            Phase(
+                f"{name}-reduced-batch",
+                title,
+                f"TP{options.nominal_tp}, one replica with the reduced job's batch of {batch}",
+                options.nominal_tp,
+                first + 1,
+                second,
+                (*loads, *saves, *_exit_at(second), "--global-batch-size", str(batch)),
+            ),
+            Phase(f"{name}-end", title, same, world_size, second + 1, options.num_steps, loads),
+        ]
 
     def _uniform(self) -> str:
         options = self.options
@@ -190,6 +214,12 @@ class Story:
         )
 
     # Running
+
+    def _run_in_a_row(self, phases: list[Phase]) -> Record:
+        """Jobs that go on from each other, as one."""
+        records = [self._run(phase) for phase in phases]
+        losses = {step: loss for record in records for step, loss in record.losses.items()}
+        return Record(phases[0], losses, sum(record.seconds for record in records))
 
     def _run(self, phase: Phase) -> Record:
         loss_log = self.folder / "losses" / f"{phase.name}.jsonl"
@@ -273,3 +303,8 @@ class Story:
             f"{options.resumed_after}. The plan for degrees {format_degrees(options.degrees)}:\n\n"
             f"{options.plan.table()}"
         )
+
+
+def _exit_at(step: int) -> tuple[str, str]:
+    """For a job that starts at most `step` steps before: it ends after this one."""
+    return ("--exit-interval", str(step))

@@ -124,7 +124,6 @@ def test_failure_late_in_a_job_goes_back_to_the_latest_checkpoint() -> None:
         ("--steps 2", "too few"),
         ("--save-interval 0", "at least 1"),
         ("--microbatches 0", "num_microbatches"),
-        ("--policy shrink", "other losses by design"),
         ("--tolerance nan", "--tolerance"),
     ],
 )
@@ -136,6 +135,15 @@ def test_bad_options_are_status_2(
     assert said in error
     assert error.startswith("megatron-ntp rehearse: ") and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_the_undisturbed_job_has_the_batch_of_the_reduced_one() -> None:
+    """Under shrink only, and then no learning rate may depend on samples."""
+    kept, shrunk = (Options(batch_policy=policy) for policy in ("keep", "shrink"))
+    assert kept.reduced_batch == kept.global_batch == 8
+    assert shrunk.reduced_batch < shrunk.global_batch == 8
+    assert "cosine" in megatron_flags(kept)
+    assert "constant" in megatron_flags(shrunk)
 
 
 # Output folder

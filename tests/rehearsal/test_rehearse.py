@@ -63,7 +63,7 @@ def passed(
 ) -> subprocess.CompletedProcess[str]:
     """A second rehearsal, on top of the first."""
     (output / "other.txt").write_text("not the rehearsal's")
-    return _run(COMMAND, output, "--policy", "redistribute")
+    return _run(COMMAND, output, "--policy", "shrink")
 
 
 def test_broken_parity_is_status_1(
