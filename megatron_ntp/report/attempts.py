@@ -1,0 +1,266 @@
+"""From a log of events to attempts and goodput. Pure; the fields are named in `events`.
+
+[Goodput] is useful step time over wall time. Useful are steps that were not done again: of an
+attempt, those up to the earliest checkpoint that a later attempt went on from. A step's time is the
+mean of its attempt, from the end of the first step to that of the last, saves in between included;
+the first step of an attempt counts as one such step, what it takes longer as lost. Wall time goes
+from the first event of the log to the last, whatever happened in between.
+
+[Cut short] An attempt whose supervisor was killed has no end in the log. It then reached at least
+the last step that the log tells of.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from typing import Any
+
+Event = dict[str, Any]
+
+CUT_SHORT = "its supervisor ended"
+_SECONDS = ("detection_s", "planning_s", "start_s", "load_s", "first_step_s", "stepping_s")
+
+
+@dataclass
+class Attempt:
+    """One attempt; None stands for what the log does not tell.
+
+    Attributes:
+        started_s: when its ranks were started, in seconds from the first event.
+        resumed_at: steps that the job had completed in the checkpoint it went on from.
+        reached: steps that the job had completed when it ended.
+        steps_lost: completed steps that were done again later.
+        down_s: from the fault that ended it to the end of the next attempt's first step.
+        stepping_s: from the end of its first step to that of its last.
+        points: (seconds, steps completed) as the log tells them.
+    """
+
+    number: int
+    started_s: float
+    degrees: tuple[int, ...] = ()
+    digest: str = ""
+    reason: str = ""
+    status: int | None = None
+    resumed_at: int | None = None
+    reached: int | None = None
+    steps_lost: int = 0
+    detection_s: float | None = None
+    planning_s: float | None = None
+    start_s: float | None = None
+    load_s: float | None = None
+    first_step_s: float | None = None
+    stepping_s: float | None = None
+    down_s: float | None = None
+    ended_s: float | None = None
+    points: list[tuple[float, int]] = field(default_factory=list)
+    fault_s: float | None = None
+
+    @property
+    def num_steps(self) -> int:
+        if self.reached is None or self.resumed_at is None:
+            return 0
+        return max(0, self.reached - self.resumed_at)
+
+    @property
+    def step_s(self) -> float | None:
+        """Mean time of a step; None if fewer than two were seen."""
+        if self.stepping_s is None or self.num_steps < 2:
+            return None
+        return self.stepping_s / (self.num_steps - 1)
+
+
+@dataclass(frozen=True)
+class Report:
+    """A whole job.
+
+    Attributes:
+        outcome: `finished`, `stopped` or `unfinished`, and why.
+        useful_step_s: see [Goodput].
+        faults_armed, faults_fired: what --ntp-inject asked for, and what of it has happened.
+    """
+
+    attempts: tuple[Attempt, ...]
+    outcome: str
+    wall_s: float
+    num_useful_steps: int
+    useful_step_s: float
+    faults_armed: tuple[str, ...] = ()
+    faults_fired: tuple[str, ...] = ()
+
+    @property
+    def goodput(self) -> float | None:
+        return self.useful_step_s / self.wall_s if self.wall_s > 0 else None
+
+    @property
+    def steps_lost(self) -> int:
+        return sum(attempt.steps_lost for attempt in self.attempts)
+
+    @property
+    def faults_pending(self) -> tuple[str, ...]:
+        """Asked for, and not happened. One that is asked for twice may happen once."""
+        left = list(self.faults_fired)
+        pending = []
+        for fault in self.faults_armed:
+            if fault in left:
+                left.remove(fault)
+            else:
+                pending.append(fault)
+        return tuple(pending)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "outcome": self.outcome,
+            "wall_s": self.wall_s,
+            "num_useful_steps": self.num_useful_steps,
+            "useful_step_s": self.useful_step_s,
+            "goodput": self.goodput,
+            "steps_lost": self.steps_lost,
+            "faults_armed": list(self.faults_armed),
+            "faults_fired": list(self.faults_fired),
+            "faults_pending": list(self.faults_pending),
+            "attempts": [asdict(attempt) for attempt in self.attempts],
+        }
+
+
+def report(events: Sequence[Event]) -> Report:
+    """The report of a log that has at least one event."""
+    start = _time(events[0])
+    attempts = _attempts(events, start)
+    _count_lost(attempts)
+    _measure_down(attempts)
+    mean_s = _mean_step_s(attempts)
+    num_useful, useful_s = 0, 0.0
+    for attempt in attempts:
+        useful = attempt.num_steps - attempt.steps_lost
+        step_s = attempt.step_s if attempt.step_s is not None else mean_s
+        num_useful += useful
+        useful_s += useful * step_s
+    return Report(
+        attempts=tuple(attempts),
+        outcome=_outcome(events),
+        wall_s=_time(events[-1]) - start,
+        num_useful_steps=num_useful,
+        useful_step_s=useful_s,
+        faults_armed=tuple(f for e in _named(events, "faults-armed") for f in e["faults"]),
+        faults_fired=tuple(e["fault"] for e in _named(events, "fault-injected")),
+    )
+
+
+def _attempts(events: Sequence[Event], start: float) -> list[Attempt]:
+    found: list[Attempt] = []
+    planning_s: float | None = None
+    for event in events:
+        name, at = event["event"], _time(event) - start
+        if name == "decision":
+            planning_s = event.get("planning_s")
+        elif name == "attempt-started":
+            _cut_short(found, at)
+            attempt = Attempt(event.get("attempt", len(found) + 1), at, planning_s=planning_s)
+            planning_s = None
+            checkpoint = event.get("from_checkpoint")
+            attempt.resumed_at = None if checkpoint is None else max(0, checkpoint)
+            found.append(attempt)
+        elif name == "supervisor-started":
+            _cut_short(found, at)
+        if found and name in _OF_ATTEMPT and event.get("attempt") in (None, found[-1].number):
+            _add(found[-1], event, at)
+    return found
+
+
+_OF_ATTEMPT = (
+    "attempt-started",
+    "first-step",
+    "step-progress",
+    "fault-injected",
+    "fault-detected",
+    "attempt-ended",
+    "finished",
+)
+
+_COUNT_STEPS = ("first-step", "step-progress", "attempt-ended", "finished")
+
+
+def _add(attempt: Attempt, event: Event, at: float) -> None:
+    """What one event says of an attempt."""
+    name, iteration = event["event"], event.get("iteration")
+    for key in _SECONDS:
+        if event.get(key) is not None:
+            setattr(attempt, key, float(event[key]))
+    if event.get("degrees"):
+        attempt.degrees = _degrees(event["degrees"])
+    attempt.digest = event.get("digest") or attempt.digest
+    if name == "first-step" and iteration is not None:
+        attempt.resumed_at = iteration - 1
+    if name in _COUNT_STEPS and iteration is not None and iteration >= 0:
+        attempt.reached = max(iteration, attempt.reached or 0)
+        attempt.points.append((at, iteration))
+    if name == "fault-injected" and attempt.fault_s is None and _ends_a_rank(event):
+        attempt.fault_s = at
+    if name == "fault-detected":
+        attempt.reason = attempt.reason or event.get("reason") or ""
+        if attempt.fault_s is None:
+            attempt.fault_s = at - (attempt.detection_s or 0.0)
+    if name == "attempt-ended":
+        attempt.reason = attempt.reason or event.get("reason") or ""
+        attempt.status, attempt.ended_s = event.get("status"), at
+
+
+def _ends_a_rank(event: Event) -> bool:
+    return not str(event.get("fault", "")).startswith("corrupt-checkpoint")
+
+
+def _cut_short(attempts: list[Attempt], at: float) -> None:
+    """See [Cut short]. `at`: when a new supervisor or attempt shows that the last one is over."""
+    if attempts and attempts[-1].ended_s is None:
+        attempts[-1].ended_s = at
+        attempts[-1].reason = attempts[-1].reason or CUT_SHORT
+
+
+def _degrees(said: Any) -> tuple[int, ...]:
+    words = said.split(",") if isinstance(said, str) else said
+    return tuple(int(word) for word in words)
+
+
+def _count_lost(attempts: Sequence[Attempt]) -> None:
+    earliest: int | None = None  # that a later attempt went on from
+    for attempt in reversed(attempts):
+        resumed, reached = attempt.resumed_at, attempt.reached
+        if earliest is not None and reached is not None and resumed is not None:
+            attempt.steps_lost = max(0, reached - max(earliest, resumed))
+        if resumed is not None:
+            earliest = resumed if earliest is None else min(earliest, resumed)
+
+
+def _measure_down(attempts: Sequence[Attempt]) -> None:
+    for attempt, following in itertools.pairwise(attempts):
+        since = attempt.fault_s if attempt.fault_s is not None else attempt.ended_s
+        if since is not None and following.points:
+            attempt.down_s = following.points[0][0] - since
+
+
+def _mean_step_s(attempts: Iterable[Attempt]) -> float:
+    """Over all attempts; of those with two steps at least."""
+    measured = [a for a in attempts if a.step_s is not None]
+    num_steps = sum(a.num_steps - 1 for a in measured)
+    return sum(a.stepping_s or 0.0 for a in measured) / num_steps if num_steps else 0.0
+
+
+def _outcome(events: Sequence[Event]) -> str:
+    last = next((e for e in reversed(events) if e["event"] in ("finished", "stopped")), None)
+    if last is None or any(
+        e["event"] == "supervisor-started" for e in events[events.index(last) + 1 :]
+    ):
+        return "unfinished"
+    reason = last.get("reason")
+    return f"{last['event']}: {reason}" if reason else str(last["event"])
+
+
+def _named(events: Sequence[Event], name: str) -> list[Event]:
+    return [event for event in events if event["event"] == name]
+
+
+def _time(event: Event) -> float:
+    return datetime.fromisoformat(event["time"]).timestamp()
