@@ -34,6 +34,9 @@ COMMANDS: dict[str, Command] = {
     "plan": Command("megatron_ntp.plan_command:plan", "plan a job that lost GPUs, show a plan"),
     "run": Command("megatron_ntp.launch:run", "run a training script, with --ntp or on CPU"),
     "report": Command("megatron_ntp.report.command:main", "show what became of a job"),
+    "launch": Command(
+        "megatron_ntp.supervisor.command:launch", "keep a job running with the GPUs that are left"
+    ),
     "nodes": Command("megatron_ntp.launchers.command:nodes", "start a job on what nodes have left"),
     "slurm": Command("megatron_ntp.launchers.slurm:slurm", "write a batch script for Slurm"),
     "doctor": Command("megatron_ntp.doctor.command:doctor", "say what works here, and what not"),

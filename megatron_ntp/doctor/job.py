@@ -109,7 +109,7 @@ def _shape(settings: NTPSettings, given: GivenWords) -> list[Finding]:
         findings.append(ok(SUBJECT, _described(topology)))
     if topology.is_uniform:
         findings.append(note(SUBJECT, "no replica is reduced: nothing will be resharded"))
-    dims = _dims(given)
+    dims = model_dims(given)
     if dims is None:
         text = "model sizes are not among them: not checked whether the model can be cut"
         return [*findings, note(SUBJECT, text)]
@@ -130,7 +130,7 @@ def _described(topology: Topology) -> str:
     )
 
 
-def _dims(given: GivenWords) -> ModelDims | None:
+def model_dims(given: GivenWords) -> ModelDims | None:
     """The model's sizes as Megatron would derive them, if the words give the main ones."""
     hidden: Any = given.hidden_size
     heads: Any = given.num_attention_heads

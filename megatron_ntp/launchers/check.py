@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,15 +34,19 @@ class CheckError(ValueError):
 
 
 @dataclass
-class _Device:
-    """A visible device: its names, and why it is not to be used."""
+class Device:
+    """A visible device: its names, and why it is not to be used.
+
+    `entry` is what CUDA_VISIBLE_DEVICES will say, `index` another name for it.
+    """
 
     entry: str
     uuid: str = ""
     reason: str = ""
+    index: str = ""
 
     def is_named(self, name: str) -> bool:
-        if name in (ALL_DEVICES, self.entry):
+        if name in (ALL_DEVICES, self.entry, self.index):
             return True
         return name.startswith("GPU-") and self.uuid.startswith(name)
 
@@ -57,11 +61,12 @@ def check_node(
     environ: Mapping[str, str],
     faults: Path | None = None,
     command: str | None = None,
+    devices: Sequence[Device] | None = None,
 ) -> Node:
-    """The report of this node. Raises CheckError."""
+    """The report of this node, of `devices` where the caller has found them. Raises CheckError."""
     host = this_host(environ)
-    devices = _visible(num_slots, environ)
-    for name, reason in [*_from_faults(faults, host), *_from_command(command)]:
+    devices = _visible(num_slots, environ) if devices is None else devices
+    for name, reason in [*read_faults(faults, host), *_from_command(command)]:
         hit = [device for device in devices if device.is_named(name)]
         for device in hit:
             device.reason = device.reason or reason
@@ -78,7 +83,7 @@ def _block(environ: Mapping[str, str]) -> str:
     return environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
 
 
-def _visible(num_slots: int, environ: Mapping[str, str]) -> list[_Device]:
+def _visible(num_slots: int, environ: Mapping[str, str]) -> list[Device]:
     mask = environ.get("CUDA_VISIBLE_DEVICES")
     entries = [entry.strip() for entry in mask.split(",") if entry.strip()] if mask else None
     if _DRIVER.exists():
@@ -86,10 +91,10 @@ def _visible(num_slots: int, environ: Mapping[str, str]) -> list[_Device]:
     if entries is None:
         count = environ.get("SLURM_GPUS_ON_NODE", "")
         entries = [str(i) for i in range(int(count) if count.isdecimal() else num_slots)]
-    return [_Device(entry, entry if entry.startswith("GPU-") else "") for entry in entries]
+    return [Device(entry, entry if entry.startswith("GPU-") else "") for entry in entries]
 
 
-def _ask_driver(entries: list[str] | None) -> list[_Device]:
+def _ask_driver(entries: list[str] | None) -> list[Device]:
     from megatron_ntp.device.errors import DeviceError
     from megatron_ntp.device.naming import list_gpus
     from megatron_ntp.device.nvml_process import NvmlProcess
@@ -100,7 +105,7 @@ def _ask_driver(entries: list[str] | None) -> list[_Device]:
     except DeviceError as error:
         if entries is None:
             raise CheckError(f"the GPUs of this node cannot be asked: {error}") from error
-        return [_Device(entry, reason=str(error)) for entry in entries]
+        return [Device(entry, reason=str(error)) for entry in entries]
     finally:
         layer.close()
     if entries is None:
@@ -112,7 +117,7 @@ def _ask_driver(entries: list[str] | None) -> list[_Device]:
             for gpu in gpus
             if entry == str(gpu.index) or (entry.startswith("GPU-") and gpu.uuid == entry)
         ]
-        device = _Device(entry, entry if entry.startswith("GPU-") else "")
+        device = Device(entry, entry if entry.startswith("GPU-") else "")
         if match:
             device.uuid = match[0].uuid or ""
             device.reason = f"does not answer: {match[0].fault}" if match[0].uuid is None else ""
@@ -122,7 +127,7 @@ def _ask_driver(entries: list[str] | None) -> list[_Device]:
     return devices
 
 
-def _from_faults(path: Path | None, host: str) -> Iterator[tuple[str, str]]:
+def read_faults(path: Path | None, host: str) -> Iterator[tuple[str, str]]:
     """(device, reason) of the lines for this host. No file is no faults."""
     if path is None or not path.exists():
         return

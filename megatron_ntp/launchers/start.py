@@ -180,16 +180,21 @@ class NodeRun:
             for _, agent in self._agents
             for local in range(agent.num_ranks)
         ]
-        for path in paths:
-            try:
-                lines = path.read_text(errors="replace").splitlines()
-            except OSError:
-                continue
-            if any("Error" in line or "error" in line for line in lines[-200:]):
-                tail = "\n".join(f"  {line}" for line in lines[-TAIL_NUM_LINES:])
-                print(f"last lines of {path}:\n{tail}", flush=True)
-                return
-        print(f"{self._host}: the output of its ranks is in {self._logs}", flush=True)
+        told = tail_with_error(paths)
+        print(told or f"{self._host}: the output of its ranks is in {self._logs}", flush=True)
+
+
+def tail_with_error(paths: Sequence[Path]) -> str | None:
+    """The end of the first of these files that speaks of an error."""
+    for path in paths:
+        try:
+            lines = path.read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+        if any("Error" in line or "error" in line for line in lines[-200:]):
+            tail = "\n".join(f"  {line}" for line in lines[-TAIL_NUM_LINES:])
+            return f"last lines of {path}:\n{tail}"
+    return None
 
 
 def _ignore_save_signal() -> None:

@@ -14,7 +14,6 @@ when this process dies.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
 import select
@@ -29,6 +28,7 @@ from types import TracebackType
 from typing import NoReturn, Self
 
 from megatron_ntp.errors import NTPError
+from megatron_ntp.launchers.parent import die_with_parent
 
 ADDRESS = "127.0.0.1"
 STORE_WAIT_S = 60.0
@@ -44,9 +44,6 @@ ENVIRONMENT = {
 }
 """Set in this process before anything is imported; ranks inherit it."""
 
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
-
 Starter = Callable[[Sequence[str], Mapping[str, str], Path], int]
 """(words after `megatron-ntp`, variables to set, log file) -> process id."""
 
@@ -59,13 +56,6 @@ def own_group(parent_pid: int) -> None:
     """Called in a new child: Ctrl-C is not for it, and it must not outlive its parent."""
     os.setpgid(0, 0)
     die_with_parent(parent_pid)
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """The kernel kills this process when the one that started it has died."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before the kernel knew
-        os._exit(1)
 
 
 def start_cold(words: Sequence[str], environment: Mapping[str, str], log: Path) -> int:

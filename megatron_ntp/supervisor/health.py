@@ -1,0 +1,180 @@
+"""What a node has to offer, and what turns bad while its ranks run.
+
+The sources are those of `launchers.check`: NVML, the fault file, the site's command. Here NVML is
+asked for verdicts, not only for names, and GPUs are kept by UUID from the first look on: one that
+falls off the bus shifts the numbers of those behind it. Every NVML call has a deadline.
+
+On a machine without a driver the slots are what CUDA_VISIBLE_DEVICES says, or numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_ntp.device.errors import DeviceError, Fault
+from megatron_ntp.device.health import (
+    GpuHealth,
+    HealthOptions,
+    HealthWatch,
+    NodeHealth,
+    Verdict,
+)
+from megatron_ntp.device.naming import list_gpus
+from megatron_ntp.device.nvml_process import NvmlProcess
+from megatron_ntp.launchers.check import (
+    CheckError,
+    Device,
+    check_node,
+    read_faults,
+    this_host,
+)
+from megatron_ntp.launchers.nodes import Node, Slot
+
+
+@dataclass
+class NodeWatch:
+    """The health of one node. Not for two threads at a time.
+
+    Args:
+        num_slots: GPUs of a healthy node.
+        environ: of the ranks: CUDA_VISIBLE_DEVICES and Slurm's variables.
+        faults: the site's fault file.
+        command: the site's health command.
+        deadline_s: for one NVML call.
+        kernel_log: where past XIDs are read.
+    """
+
+    num_slots: int
+    environ: Mapping[str, str]
+    faults: Path | None = None
+    command: str | None = None
+    deadline_s: float = 10.0
+    kernel_log: Path | None = HealthOptions.kernel_log
+    _layer: NvmlProcess | None = None
+    _watch: HealthWatch | None = None
+    _has_driver: bool | None = None
+    _uuids: dict[str, str] = field(default_factory=dict)  # by what the node called it at first
+
+    def report(self) -> Node:
+        """Looks at everything, with a new NVML: a GPU may have come back since."""
+        self.close()
+        devices = self._devices() if self._ask_for_driver() else None
+        try:
+            return check_node(self.num_slots, self.environ, self.faults, self.command, devices)
+        except (CheckError, OSError) as error:
+            return Node(this_host(self.environ), (Slot(None, str(error)),) * self.num_slots)
+
+    def bad_among(self, devices: Sequence[str]) -> dict[str, str]:
+        """Reasons by device, of those among `devices` that must not be used any longer."""
+        found: dict[str, str] = {}
+        if self._has_driver:
+            by_uuid = {gpu.uuid: gpu for gpu in self._poll().gpus if gpu.uuid}
+            for entry in devices:
+                gpu = by_uuid.get(self._uuids.get(entry, entry))  # a MIG slice goes by its board
+                if gpu is None:
+                    found[entry] = "the driver does not answer for it any more"
+                elif gpu.verdict is Verdict.DEAD:
+                    found[entry] = _why(gpu)
+        names = {uuid: name for name, uuid in self._uuids.items()}
+        for name, reason in read_faults(self.faults, this_host(self.environ)):
+            for entry in devices:
+                if Device(entry, entry, index=names.get(entry, "")).is_named(name):
+                    found.setdefault(entry, reason)
+        return found
+
+    def close(self) -> None:
+        if self._layer is not None:
+            self._layer.close()
+        self._layer = self._watch = None
+
+    def _ask_for_driver(self) -> bool:
+        if self._has_driver is None:
+            self._has_driver = _is_there(self._open())
+            if not self._has_driver:
+                self.close()
+        return self._has_driver
+
+    def _open(self) -> NvmlProcess:
+        if self._layer is None:
+            self._layer = NvmlProcess(self.deadline_s)
+        return self._layer
+
+    def _poll(self) -> NodeHealth:
+        if self._watch is None:
+            known = tuple(uuid for uuid in self._uuids.values() if uuid.startswith("GPU-"))
+            options = HealthOptions(expected_uuids=known, kernel_log=self.kernel_log)
+            self._watch = HealthWatch(self._open(), options)
+        return self._watch.poll()
+
+    def _devices(self) -> list[Device]:
+        health = self._poll()
+        mask = self.environ.get("CUDA_VISIBLE_DEVICES")
+        named = {str(gpu.index): gpu for gpu in health.gpus if gpu.index is not None}
+        by_uuid = {gpu.uuid: gpu for gpu in health.gpus if gpu.uuid}
+        if mask:
+            entries = [entry.strip() for entry in mask.split(",") if entry.strip()]
+        else:
+            entries = list(dict.fromkeys([*self._uuids, *named]))
+        driver = "; ".join(str(f) for f in health.findings if f.verdict is Verdict.DEAD)
+        found = []
+        for entry in entries:
+            gpu = self._find(entry, named, by_uuid)
+            found.append(self._device(entry, gpu, driver))
+        return found if mask else _without_doubles(found)
+
+    def _find(
+        self, entry: str, named: Mapping[str, GpuHealth], by_uuid: Mapping[str, GpuHealth]
+    ) -> GpuHealth | None:
+        """The GPU that an entry meant when it was first seen."""
+        known = self._uuids.get(entry)
+        if known is None:
+            matches = [gpu for uuid, gpu in by_uuid.items() if _begins(uuid, entry)]
+            gpu = named.get(entry) or (matches[0] if len(matches) == 1 else None)
+            if gpu is None and entry.startswith("MIG-"):
+                gpu = by_uuid.get(self._board_of(entry))
+            if gpu is not None and gpu.uuid:
+                self._uuids[entry] = gpu.uuid
+            return gpu
+        return by_uuid.get(known)
+
+    def _board_of(self, slice_uuid: str) -> str:
+        for gpu in list_gpus(self._open()):
+            if gpu.uuid and slice_uuid in gpu.mig_uuids:
+                return gpu.uuid
+        return ""
+
+    def _device(self, entry: str, gpu: GpuHealth | None, driver: str) -> Device:
+        if gpu is None:
+            return Device(entry, reason=driver or "the driver knows no such GPU", index=entry)
+        reason = _why(gpu) if gpu.verdict is Verdict.DEAD else ""
+        shown = entry if entry.startswith("MIG-") or gpu.uuid is None else gpu.uuid
+        return Device(shown, gpu.uuid or "", reason, entry)
+
+
+def _is_there(layer: NvmlProcess) -> bool:
+    """Whether there is a driver, though it may not answer."""
+    try:
+        return layer.count() > 0
+    except DeviceError as error:
+        return error.fault is not Fault.LIBRARY_MISSING
+
+
+def _why(gpu: GpuHealth) -> str:
+    return "; ".join(str(f) for f in gpu.findings if f.verdict is Verdict.DEAD)
+
+
+def _begins(uuid: str, entry: str) -> bool:
+    return entry.startswith("GPU-") and uuid.startswith(entry)
+
+
+def _without_doubles(devices: Sequence[Device]) -> list[Device]:
+    """A GPU whose number has shifted is met under both numbers."""
+    seen: set[str] = set()
+    found = []
+    for device in devices:
+        if not device.uuid or device.uuid not in seen:
+            found.append(device)
+        seen.add(device.uuid)
+    return found
