@@ -64,7 +64,8 @@ def check_in(
     world_size: int,
     entries: Sequence[tuple[str, str]],
     timeout_s: float,
-) -> None:
+    note: str = "",
+) -> list[str]:
     """Waits until every rank came and holds the same plan; uses the store only, no collective.
 
     Every rank comes to the same verdict in the same words, so that one of them need be shown.
@@ -75,6 +76,10 @@ def check_in(
         world_size: number of ranks that must come.
         entries: what the plan consists of, as (name, value), in one order.
         timeout_s: how long to wait for them.
+        note: what this rank has to say beside its plan.
+
+    Returns:
+        the notes of all ranks, in rank order.
 
     Raises:
         StartError: ranks missing after `timeout_s` (named), or with another plan than most (ranks
@@ -82,9 +87,9 @@ def check_in(
     """
     keys = [f"ntp/check-in/{other}" for other in range(world_size)]
     try:
-        store.set(keys[rank], json.dumps([list(entry) for entry in entries]))
+        store.set(keys[rank], json.dumps([note, [list(entry) for entry in entries]]))
         missing = _wait_for_keys(store, keys, timeout_s)
-        plans = [] if missing else [store.get(key).decode() for key in keys]
+        said = [] if missing else [json.loads(store.get(key)) for key in keys]
     except RuntimeError as error:  # torch's store errors derive from it
         raise StartError(
             f"rank {rank} lost the rendezvous store while it waited for the others ({error}). The "
@@ -95,17 +100,18 @@ def check_in(
             f"{_ranks(missing)} of {world_size} did not start within {timeout_s:g} s. Look at "
             "their logs and nodes; if they are only slow to start, raise --ntp-start-timeout"
         )
-    _compare(plans)
+    _compare([plan for _, plan in said])
+    return [each for each, _ in said]
 
 
-def _compare(plans: Sequence[str]) -> None:
+def _compare(plans: Sequence[list[list[str]]]) -> None:
     """Raises unless all ranks checked in with the same plan. What most ranks hold is the norm."""
     norm = max(plans, key=plans.count)
     usual = [rank for rank, plan in enumerate(plans) if plan == norm]
     others = [rank for rank, plan in enumerate(plans) if plan != norm]
     if not others:
         return
-    first = _first_difference(json.loads(norm), usual[0], json.loads(plans[others[0]]), others[0])
+    first = _first_difference(norm, usual[0], plans[others[0]], others[0])
     raise StartError(
         f"the plan of {_ranks(others)} is not that of {_ranks(usual)}; first difference: {first}. "
         "Start every rank with the same flags and plan file"

@@ -8,6 +8,7 @@ number of processes that run.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_ntp.integration.power import checked_settings
 from megatron_ntp.integration.refusals import refuse_unsupported
 from megatron_ntp.integration.saving import refuse_lost_state
 from megatron_ntp.plan.plan import Plan
+from megatron_ntp.plan.spans import count_hint
 from megatron_ntp.plan.topology import Topology, parse_degrees, parse_failed
 from megatron_ntp.settings import NTPSettings
 
@@ -118,6 +120,7 @@ def _num_replicas(world_size: int, nominal_tp: int, failed: tuple[tuple[int, int
             f"{world_size} processes and {len(set(failed))} failed slots do not make whole "
             f"replicas of {nominal_tp} slots (--tensor-model-parallel-size). Say which replicas "
             "are reduced with --ntp-degrees or --ntp-failed, or start another number of processes"
+            + count_hint(os.environ)
         )
     return healthy // nominal_tp
 
@@ -129,4 +132,5 @@ def _check_world(topology: Topology, world_size: int) -> None:
             f"degrees {degrees} need {topology.world_size} processes "
             f"({topology.num_replicas} data-parallel replicas), but {world_size} were started "
             f"(WORLD_SIZE). Start {topology.world_size}, or change --ntp-degrees / --ntp-failed"
+            + count_hint(os.environ)
         )

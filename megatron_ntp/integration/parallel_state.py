@@ -16,9 +16,10 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_ntp.comm.groups import Membership, check_in, create_groups
+from megatron_ntp.comm.groups import Membership, create_groups
 from megatron_ntp.errors import NTPError, PlanTopologyError
 from megatron_ntp.integration import context
+from megatron_ntp.integration.meeting import meet
 from megatron_ntp.plan.topology import Topology
 
 RESHARD = "reshard"
@@ -120,7 +121,8 @@ def initialize_model_parallel(original: Callable[..., None], *args: Any, **kwarg
             "lowers it per replica"
         )
     if ntp.must_check_in:
-        _check_in(ntp)
+        meet(dist.distributed_c10d._get_default_store(), ntp)
+        ntp.must_check_in = False
     _check_known_globals()
     gloo = bool(given.get("create_gloo_process_groups", True))
     minutes = given.get("distributed_timeout_minutes", 30)
@@ -131,19 +133,6 @@ def initialize_model_parallel(original: Callable[..., None], *args: Any, **kwarg
     set_globals(groups, ntp.rank.dp_rank, ntp.topology.num_replicas, ntp.is_extra)
     if ntp.boost is not None:
         ntp.boost.connect(timedelta(minutes=minutes))
-
-
-def _check_in(ntp: context.NTPContext) -> None:
-    """Compares plans where no start-up code of Megatron has done so."""
-    assert ntp.plan is not None
-    check_in(
-        dist.distributed_c10d._get_default_store(),
-        ntp.global_rank,
-        ntp.topology.world_size,
-        ntp.plan.digest_entries(),
-        ntp.settings.ntp_start_timeout,
-    )
-    ntp.must_check_in = False
 
 
 def set_globals(

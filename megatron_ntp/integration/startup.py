@@ -18,10 +18,10 @@ import torch.distributed as dist
 from megatron.training import get_args
 
 from megatron_ntp.comm.board import Board
-from megatron_ntp.comm.groups import check_in
 from megatron_ntp.errors import PlanBatchError, StartError
 from megatron_ntp.integration import context, power
 from megatron_ntp.integration.loading import decide
+from megatron_ntp.integration.meeting import meet
 from megatron_ntp.integration.saving import print_warnings
 from megatron_ntp.plan.batch import BatchPolicy
 from megatron_ntp.plan.model import ModelDims
@@ -77,13 +77,7 @@ def initialize_distributed(original: Callable[..., None], *args: Any, **kwargs: 
         if store is None:
             store = _rendezvous(ntp, megatron_args.world_size)
             bound.arguments["store"] = store
-        check_in(
-            store,
-            ntp.global_rank,
-            megatron_args.world_size,
-            ntp.plan.digest_entries(),
-            ntp.settings.ntp_start_timeout,
-        )
+        meet(store, ntp)
         board = Board(
             store,
             "checkpoint",

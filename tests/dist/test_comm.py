@@ -92,6 +92,16 @@ def test_check_in_of_equal_plans() -> None:
     assert [said for said, _ in answers] == [""] * 4
 
 
+def notes_of_all() -> list[str]:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=20)))
+    return check_in(store, rank, world_size, PLAN, 60.0, note=f"from {rank}")
+
+
+def test_check_in_passes_notes_on() -> None:
+    assert run_ranks(notes_of_all, 3) == [["from 0", "from 1", "from 2"]] * 3
+
+
 @pytest.mark.parametrize(
     ("missing", "named"), [({2}, "rank 2 of 4"), ({0, 3}, "ranks 0, 3 of 4"), ({0}, "rank 0 of 4")]
 )

@@ -364,6 +364,38 @@ def test_plans_that_differ_between_ranks(tmp_path: Path) -> None:
     assert "degrees" in error and "on rank 1" in error and "on rank 0" in error
 
 
+# --- launchers that count otherwise -------------------------------------------------------------
+
+
+def lie_on_nodes(first_ranks: list[int]) -> None:
+    """Before the start: the launcher says that these ranks are the first of their nodes."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    first = max(first for first in first_ranks if first <= rank)
+    end = min([first for first in first_ranks if first > rank], default=world_size)
+    os.environ.update(LOCAL_RANK=str(rank - first), LOCAL_WORLD_SIZE=str(end - first))
+
+
+def test_the_reduced_replicas_node_counted_first() -> None:
+    run = run_training(NTP, 3, before=lie_on_nodes, first_ranks=[0, 1], check=False, grace_s=30)
+    error = single_error(run, expected=[2, 2, 2])
+    assert "the nodes are not in the order of the plan: ranks 1 to 2 are on one node" in error
+    assert "counted in the order 2, 1" in error and "--node-rank" in error
+
+
+def take_nodes_for_equal() -> None:
+    """As ft_launcher starts the first of two nodes with 2 and 1 processes."""
+    os.environ.update(TORCH_ELASTIC_WORKER_IDENTICAL="1", WORLD_SIZE="4", LOCAL_WORLD_SIZE="2")
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
+
+
+@pytest.mark.parametrize("flags", [["--ntp-degrees", "2,1"], ["--ntp-failed", "1:1"]])
+def test_a_launcher_that_takes_all_nodes_for_equal(flags: list[str]) -> None:
+    argv = [*MODEL, *TP2, "--ntp", *flags]
+    run = run_training(argv, 1, before=take_nodes_for_equal, check=False)
+    error = single_error(run, expected=[2])
+    assert "4 " in error and "export TORCH_ELASTIC_WORKER_IDENTICAL=0" in error
+
+
 # --- ranks that do not come ---------------------------------------------------------------------
 
 
