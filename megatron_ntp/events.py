@@ -4,18 +4,22 @@ Supervisors of all nodes and ranks append to one file. Each line is one write in
 lines of several writers do not mix on a local or parallel file system; a writer that is killed in
 between leaves at most one torn line, and the next writer starts a new one.
 
-What `report` looks for, where it is known (seconds end in `_s`; an iteration is the number of steps
-that the job has completed; every event may have more fields):
+What `report` looks for, where it is known (seconds end in `_s`; a step, or iteration, is the number
+of steps that the job has completed; -1 is none; every event may have more fields). By supervisors:
 
     supervisor-started
-    health, decision    attempt, reason, digest, planning_s
-    attempt-started     attempt, degrees, digest, from_checkpoint
-    first-step          attempt, iteration, start_s, load_s, first_step_s   (of the slowest rank)
-    step-progress       attempt, iteration
-    fault-detected      attempt, reason, detection_s    (from the fault, or the last sign of life)
-    attempt-ended       attempt, reason, status, iteration, steps_lost, stepping_s
-                        (stepping_s: from the end of the first step to that of the last)
-    stopped, finished   reason, status
+    health, decision
+    attempt-started     attempt, degrees, digest, checkpoint, health_s, planning_s
+    first-step          attempt, step, start_s, load_s, first_step_s    (of the slowest rank)
+    step-progress       attempt, step, checkpoint
+    fault-detected      attempt, reason, detection_s    (from the last sign of any rank)
+    attempt-ended       attempt, reason, status, step, checkpoint, steps_lost, stop_s
+    stopped, finished   status, reason
+
+By ranks, as they happen:
+
+    stepping            iteration    (rank 0 has completed its first step)
+    trained             iteration    (Megatron's loop has returned in rank 0)
     faults-armed        faults
     fault-injected      fault, rank, moment, iteration
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from megatron_ntp.beats import ENV
+from megatron_ntp import beats, events
 
 _FAULT_FLAGS = ("--ntp-inject", "--ntp-config")  # a settings file may ask for faults, too
 
@@ -28,15 +28,17 @@ def begin(words: Sequence[str]) -> None:
     """
     global _begun
     has_faults = "--ntp" in words and any(word.startswith(_FAULT_FLAGS) for word in words)
-    if _begun or not (has_faults or ENV in os.environ):
+    if _begun or not (has_faults or beats.ENV in os.environ):
         return
     from megatron_ntp.integration import progress
 
     if not progress.is_rank():
         return
     _begun = True
-    if ENV in os.environ:
+    if beats.ENV in os.environ:
         progress.report_beats()
+        if events.ENV in os.environ:
+            progress.report_events()
     if has_faults:
         from megatron_ntp.inject.firing import from_command_line
 

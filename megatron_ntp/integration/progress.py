@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from types import CodeType
 from typing import Any
 
-from megatron_ntp import beats
+from megatron_ntp import beats, events
 from megatron_ntp.errors import StartError
 
 Listener = Callable[[str, int], None]
@@ -72,6 +72,27 @@ def report_beats() -> None:
     listen(BeatListener(writer))
 
 
+def report_events() -> None:
+    """Has rank 0 note in the job's log, to the millisecond, where its steps begin and end."""
+    if os.environ.get("RANK", "0") == "0":
+        listen(EventListener(events.EventLog(os.environ[events.ENV])))
+
+
+class EventListener:
+    """Two events of an attempt: its first step is complete, and training has returned."""
+
+    def __init__(self, log: events.EventLog) -> None:
+        self._log = log
+        self._has_stepped = False
+
+    def __call__(self, moment: str, iteration: int) -> None:
+        if moment == "stepped" and not self._has_stepped:
+            self._has_stepped = True
+            self._log.write("stepping", iteration=iteration)
+        elif moment == "trained":
+            self._log.write("trained", iteration=iteration)
+
+
 class BeatListener:
     """Turns moments into phases. See `beats`."""
 
@@ -103,12 +124,12 @@ def watch() -> None:
         StartError: other tools hold what is needed of sys.monitoring.
     """
     tool = _claim_tool()
-    events = sys.monitoring.events
+    kinds = sys.monitoring.events
     starts, returns = {}, {}
     for target, (begins, ends) in WATCHED.items():
         code = _code_of(target)
         starts[code], returns[code] = begins, ends
-        wanted = events.PY_RETURN | (events.PY_START if begins else 0)
+        wanted = kinds.PY_RETURN | (kinds.PY_START if begins else 0)
         sys.monitoring.set_local_events(tool, code, wanted)
 
     def on_start(code: CodeType, offset: int) -> None:
@@ -117,8 +138,8 @@ def watch() -> None:
     def on_return(code: CodeType, offset: int, value: Any) -> None:
         _tell(returns[code], value)
 
-    sys.monitoring.register_callback(tool, events.PY_START, on_start)
-    sys.monitoring.register_callback(tool, events.PY_RETURN, on_return)
+    sys.monitoring.register_callback(tool, kinds.PY_START, on_start)
+    sys.monitoring.register_callback(tool, kinds.PY_RETURN, on_return)
 
 
 def _claim_tool() -> int:

@@ -6,8 +6,8 @@ mean of its attempt, from the end of the first step to that of the last, saves i
 the first step of an attempt counts as one such step, what it takes longer as lost. Wall time goes
 from the first event of the log to the last, whatever happened in between.
 
-[Cut short] An attempt whose supervisor was killed has no end in the log. It then reached at least
-the last step that the log tells of.
+[Cut short] Of an attempt whose supervisor was killed nobody knows when it ended, until the next
+supervisor. Its steps count with the mean time of the others.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from typing import Any
 
 Event = dict[str, Any]
 
-CUT_SHORT = "its supervisor ended"
-_SECONDS = ("detection_s", "planning_s", "start_s", "load_s", "first_step_s", "stepping_s")
+CUT_SHORT = "its supervisor was killed"
+UNFINISHED = "unfinished"
+_SECONDS = ("detection_s", "stop_s", "health_s", "planning_s", "start_s", "load_s", "first_step_s")
+_COUNTS = ("stepping", "first-step", "step-progress", "trained", "attempt-ended")
+_OF_ATTEMPT = (*_COUNTS, "attempt-started", "fault-injected", "fault-detected")
 
 
 @dataclass
@@ -33,6 +36,8 @@ class Attempt:
         resumed_at: steps that the job had completed in the checkpoint it went on from.
         reached: steps that the job had completed when it ended.
         steps_lost: completed steps that were done again later.
+        fault_s: when the fault happened that ended it, or the last sign of a rank before.
+        stop_s: that its supervisor took to end all of it.
         down_s: from the fault that ended it to the end of the next attempt's first step.
         stepping_s: from the end of its first step to that of its last.
         points: (seconds, steps completed) as the log tells them.
@@ -48,6 +53,8 @@ class Attempt:
     reached: int | None = None
     steps_lost: int = 0
     detection_s: float | None = None
+    stop_s: float | None = None
+    health_s: float | None = None
     planning_s: float | None = None
     start_s: float | None = None
     load_s: float | None = None
@@ -57,6 +64,7 @@ class Attempt:
     ended_s: float | None = None
     points: list[tuple[float, int]] = field(default_factory=list)
     fault_s: float | None = None
+    trained_s: float | None = None
 
     @property
     def num_steps(self) -> int:
@@ -77,7 +85,7 @@ class Report:
     """A whole job.
 
     Attributes:
-        outcome: `finished`, `stopped` or `unfinished`, and why.
+        outcome: `finished`, `ended with status N`, or `UNFINISHED`; and why.
         useful_step_s: see [Goodput].
         faults_armed, faults_fired: what --ntp-inject asked for, and what of it has happened.
     """
@@ -151,61 +159,62 @@ def report(events: Sequence[Event]) -> Report:
 
 def _attempts(events: Sequence[Event], start: float) -> list[Attempt]:
     found: list[Attempt] = []
-    planning_s: float | None = None
     for event in events:
         name, at = event["event"], _time(event) - start
-        if name == "decision":
-            planning_s = event.get("planning_s")
-        elif name == "attempt-started":
+        if name in ("supervisor-started", "attempt-started"):
             _cut_short(found, at)
-            attempt = Attempt(event.get("attempt", len(found) + 1), at, planning_s=planning_s)
-            planning_s = None
-            checkpoint = event.get("from_checkpoint")
-            attempt.resumed_at = None if checkpoint is None else max(0, checkpoint)
-            found.append(attempt)
-        elif name == "supervisor-started":
-            _cut_short(found, at)
+        if name == "attempt-started":
+            found.append(Attempt(event.get("attempt", len(found) + 1), at))
         if found and name in _OF_ATTEMPT and event.get("attempt") in (None, found[-1].number):
             _add(found[-1], event, at)
+    for attempt in found:
+        _measure_stepping(attempt)
     return found
-
-
-_OF_ATTEMPT = (
-    "attempt-started",
-    "first-step",
-    "step-progress",
-    "fault-injected",
-    "fault-detected",
-    "attempt-ended",
-    "finished",
-)
-
-_COUNT_STEPS = ("first-step", "step-progress", "attempt-ended", "finished")
 
 
 def _add(attempt: Attempt, event: Event, at: float) -> None:
     """What one event says of an attempt."""
-    name, iteration = event["event"], event.get("iteration")
+    name = event["event"]
     for key in _SECONDS:
         if event.get(key) is not None:
             setattr(attempt, key, float(event[key]))
-    if event.get("degrees"):
-        attempt.degrees = _degrees(event["degrees"])
+    attempt.degrees = tuple(event.get("degrees") or attempt.degrees)
     attempt.digest = event.get("digest") or attempt.digest
-    if name == "first-step" and iteration is not None:
-        attempt.resumed_at = iteration - 1
-    if name in _COUNT_STEPS and iteration is not None and iteration >= 0:
-        attempt.reached = max(iteration, attempt.reached or 0)
-        attempt.points.append((at, iteration))
-    if name == "fault-injected" and attempt.fault_s is None and _ends_a_rank(event):
-        attempt.fault_s = at
+    if name == "attempt-started":
+        attempt.resumed_at = max(0, event.get("checkpoint", -1))
+    if name == "stepping":
+        attempt.resumed_at = event["iteration"] - 1  # what ranks found whole may be an older one
+    if name in _COUNTS:
+        _count(attempt, event.get("iteration", -1) if "step" not in event else event["step"], at)
+    if name == "fault-injected" and _ends_a_rank(event):
+        attempt.fault_s = min(at, attempt.fault_s or at)
     if name == "fault-detected":
+        last_sign = at - (attempt.detection_s or 0.0)
+        attempt.fault_s = min(last_sign, attempt.fault_s or last_sign)
+    if name in ("fault-detected", "attempt-ended"):
         attempt.reason = attempt.reason or event.get("reason") or ""
-        if attempt.fault_s is None:
-            attempt.fault_s = at - (attempt.detection_s or 0.0)
+    if name == "trained":
+        attempt.trained_s = at
     if name == "attempt-ended":
-        attempt.reason = attempt.reason or event.get("reason") or ""
-        attempt.status, attempt.ended_s = event.get("status"), at
+        attempt.status = event.get("status")
+        attempt.ended_s = attempt.ended_s or at
+
+
+def _count(attempt: Attempt, step: int, at: float) -> None:
+    if step >= 0:
+        attempt.reached = max(step, attempt.reached or 0)
+        attempt.points.append((at, attempt.reached))
+
+
+def _measure_stepping(attempt: Attempt) -> None:
+    """To when its ranks had trained, or a fault struck; unknown for one that was [Cut short]."""
+    if not attempt.points or attempt.reason == CUT_SHORT:
+        return
+    ends = [attempt.trained_s, attempt.fault_s]
+    if attempt.ended_s is not None:
+        ends.append(attempt.ended_s - (attempt.stop_s or 0.0))
+    last_s = next((at for at in ends if at is not None), attempt.points[-1][0])
+    attempt.stepping_s = max(0.0, last_s - attempt.points[0][0])
 
 
 def _ends_a_rank(event: Event) -> bool:
@@ -217,11 +226,6 @@ def _cut_short(attempts: list[Attempt], at: float) -> None:
     if attempts and attempts[-1].ended_s is None:
         attempts[-1].ended_s = at
         attempts[-1].reason = attempts[-1].reason or CUT_SHORT
-
-
-def _degrees(said: Any) -> tuple[int, ...]:
-    words = said.split(",") if isinstance(said, str) else said
-    return tuple(int(word) for word in words)
 
 
 def _count_lost(attempts: Sequence[Attempt]) -> None:
@@ -249,13 +253,13 @@ def _mean_step_s(attempts: Iterable[Attempt]) -> float:
 
 
 def _outcome(events: Sequence[Event]) -> str:
-    last = next((e for e in reversed(events) if e["event"] in ("finished", "stopped")), None)
-    if last is None or any(
-        e["event"] == "supervisor-started" for e in events[events.index(last) + 1 :]
-    ):
-        return "unfinished"
-    reason = last.get("reason")
-    return f"{last['event']}: {reason}" if reason else str(last["event"])
+    """How the last supervisor ended, if it did."""
+    ends = [e for e in events if e["event"] in ("supervisor-started", "finished")]
+    if not ends or ends[-1]["event"] != "finished":
+        return UNFINISHED
+    status, reason = ends[-1].get("status", 0), ends[-1].get("reason", "")
+    told = "finished" if status == 0 else f"ended with status {status}"
+    return f"{told}: {reason}" if reason else told
 
 
 def _named(events: Sequence[Event], name: str) -> list[Event]:

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from megatron_ntp import events
 from megatron_ntp.plan.topology import format_degrees
-from megatron_ntp.report.attempts import Attempt, Report, report
+from megatron_ntp.report.attempts import UNFINISHED, Attempt, Report, report
 
 LOG = "events.jsonl"
 PENDING = 1
-_TITLES = ("attempt", "degrees", "steps", "lost", "detect", "plan", "start", "load", "first step",
-           "ended because")  # fmt: skip
+_TITLES = ("attempt", "degrees", "steps", "lost", "plan", "start", "load", "first step", "detect",
+           "stop", "ended because")  # fmt: skip
 _NUMBERS = slice(2, -1)
 
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"megatron-ntp report: {error}", file=sys.stderr)
         return 2
     print(json.dumps(found.as_json(), indent=2) if options.json else text(found))
-    is_over = found.outcome != "unfinished"
+    is_over = found.outcome != UNFINISHED
     return PENDING if is_over and found.faults_pending else 0
 
 
@@ -73,7 +73,10 @@ def text(found: Report) -> str:
             cell.rjust(width) for cell, width in zip(row[_NUMBERS], widths[_NUMBERS], strict=True)
         ]
         lines.append("  ".join(padded).rstrip())
-    lines.append("seconds: detect from the fault on; first step with what is built before it")
+    lines.append(
+        "seconds: plan with the check of GPUs, first step with what is built before it, detect "
+        "from the last sign of a rank"
+    )
     lines += ["", *_summary(found)]
     return "\n".join(lines)
 
@@ -105,10 +108,16 @@ def _cells(attempt: Attempt) -> tuple[str, ...]:
         format_degrees(attempt.degrees) if attempt.degrees else "-",
         steps,
         str(attempt.steps_lost),
-        *map(_seconds, (attempt.detection_s, attempt.planning_s, attempt.start_s)),
-        *map(_seconds, (attempt.load_s, attempt.first_step_s)),
+        _seconds(_sum(attempt.health_s, attempt.planning_s)),
+        *map(_seconds, (attempt.start_s, attempt.load_s, attempt.first_step_s)),
+        *map(_seconds, (attempt.detection_s, attempt.stop_s)),
         reason,
     )
+
+
+def _sum(*values: float | None) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
 def _seconds(value: float | None) -> str:
