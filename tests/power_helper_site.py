@@ -68,7 +68,12 @@ class HelperSite:
             text=True,
         )
         self.processes.append(self.helper)
-        wait_for(self.socket.exists, "the helper's socket")
+        wait_for(self._answers_or_died, "the helper's socket")
+        assert self.helper.poll() is None, "the helper ended while it started"
+
+    def _answers_or_died(self) -> bool:
+        assert self.helper is not None
+        return self.socket.exists() or self.helper.poll() is not None
 
     def refusal_to_serve(self) -> str:
         result = subprocess.run(

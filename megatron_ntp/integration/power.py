@@ -1,9 +1,5 @@
 """The power boost of a training job: who holds which session, and what all ranks agree on.
 
-[Seats] Power is set per node and budgeted per scale-up domain, so there is one session for the
-ranks of each domain on each host, held by the lowest of them. A node with two replicas has two, a
-TP group over two nodes has two as well.
-
 Before the first collective, through the rendezvous store: every rank says which GPU of which host
 it has; the holders start their sessions and say how that went; rank 0 judges, for all ranks alike,
 whether training may start (`require`), which sessions have to close again, and how slow each
@@ -19,10 +15,11 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import socket
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -31,15 +28,21 @@ from megatron_ntp.comm.board import Board
 from megatron_ntp.device.budget import DomainShape
 from megatron_ntp.device.client import ANSWER_TIMEOUT_S
 from megatron_ntp.device.controller import BoostState, ControlSettings
-from megatron_ntp.device.errors import DeviceError, Fault, PowerRequiredError
-from megatron_ntp.device.naming import VISIBLE_VARIABLE, is_gpu_uuid, list_gpus, visible_gpus
-from megatron_ntp.device.nvml import GpuIdentity
-from megatron_ntp.device.nvml_process import NvmlProcess
+from megatron_ntp.device.errors import DeviceError, PowerRequiredError
 from megatron_ntp.device.session import PowerSession
 from megatron_ntp.device.settings import PowerSettings
-from megatron_ntp.device.site import SitePower
 from megatron_ntp.errors import PowerSettingsError
 from megatron_ntp.integration import context
+from megatron_ntp.integration.power_seats import (
+    RankGpu,
+    Seat,
+    is_behind,
+    node_gpus,
+    own_gpu,
+    seats,
+    unused_gpus,
+    wanted_domains,
+)
 from megatron_ntp.integration.power_waits import (
     STEPS_LATE,
     CpuClock,
@@ -53,29 +56,6 @@ from megatron_ntp.plan.topology import Topology
 log = logging.getLogger("megatron_ntp.power")
 
 JOB_VARIABLE = "SLURM_JOB_ID"
-
-
-@dataclass(frozen=True)
-class RankGpu:
-    """What a rank says of itself. Without `uuid`, `why` and `fault` say what is wrong."""
-
-    host: str
-    uuid: str | None
-    why: str = ""
-    fault: str = ""
-
-
-@dataclass(frozen=True)
-class Seat:
-    """The ranks of one domain on one host. See [Seats]."""
-
-    domain: int
-    host: str
-    ranks: tuple[int, ...]
-
-    @property
-    def holder(self) -> int:
-        return self.ranks[0]
 
 
 @dataclass(frozen=True)
@@ -110,7 +90,7 @@ class Verdict:
         return cls(**{**found, **lists})
 
 
-# --- settings -----------------------------------------------------------------------------------
+# --- start-up -----------------------------------------------------------------------------------
 
 
 def checked_settings(args: argparse.Namespace) -> PowerSettings:
@@ -125,92 +105,6 @@ def checked_settings(args: argparse.Namespace) -> PowerSettings:
     except ValueError as error:
         raise PowerSettingsError(f"--ntp-power-site: {error}") from error
     return settings
-
-
-def is_behind(topology: Topology, replica: int) -> bool:
-    """Whether others will wait for this replica: some replica of the job has a higher degree."""
-    return topology.degrees[replica] < max(topology.degrees)
-
-
-def wanted_domains(topology: Topology, settings: PowerSettings, site: SitePower) -> tuple[int, ...]:
-    """Domains that need a session: those that lag, and all where a nominal limit is to be set.
-
-    A nominal limit is stated by the flag, the site file, or the site file of a helper that this
-    process cannot read; the latter counts only where something is boosted.
-    """
-    behind = {
-        domain
-        for replica in range(topology.num_replicas)
-        if is_behind(topology, replica)
-        for domain in topology.domains(replica)
-    }
-    helper = settings.ntp_power_socket is not None or settings.ntp_power_command is not None
-    stated = settings.ntp_power_nominal is not None or site.gpu.nominal_w is not None
-    if stated or (behind and helper):
-        return tuple(range(topology.num_replicas * topology.num_groups))
-    return tuple(sorted(behind))
-
-
-# --- who is where -------------------------------------------------------------------------------
-
-
-def own_gpu(environ: Mapping[str, str], local_rank: int, deadline_s: float) -> RankGpu:
-    """The GPU that Megatron gives to this rank: entry `local_rank` of what CUDA shows."""
-    host = socket.gethostname()
-    try:
-        visible = visible_gpus(environ, _gpus_to_name(environ, deadline_s))
-    except DeviceError as error:
-        return RankGpu(host, None, str(error), error.fault.value)
-    except ValueError as error:
-        return RankGpu(host, None, str(error), Fault.NOT_FOUND.value)
-    shown = f"{VISIBLE_VARIABLE}={environ.get(VISIBLE_VARIABLE, '(unset)')}"
-    if local_rank >= len(visible.gpus):
-        why = f"{shown} shows {len(visible.gpus)} GPUs, and none to local rank {local_rank}"
-        return RankGpu(host, None, why, Fault.NOT_FOUND.value)
-    gpu = visible.gpus[local_rank]
-    if gpu.mig_uuid is not None:
-        why = f"{gpu.mig_uuid} is a MIG slice, which shares its board's limit with others"
-        return RankGpu(host, None, why, Fault.NOT_SUPPORTED.value)
-    return RankGpu(host, gpu.uuid)
-
-
-def _gpus_to_name(environ: Mapping[str, str], deadline_s: float) -> tuple[GpuIdentity, ...]:
-    """What visible devices are looked up in: the node's GPUs, or full UUIDs as they stand."""
-    spec = environ.get(VISIBLE_VARIABLE)
-    named = [entry.strip() for entry in (spec or "").split(",")]
-    if spec is not None and all(is_gpu_uuid(entry) for entry in named):
-        return tuple(GpuIdentity(index, uuid) for index, uuid in enumerate(dict.fromkeys(named)))
-    if spec is not None and not spec.strip():
-        return ()
-    return _node_gpus(deadline_s)
-
-
-def _node_gpus(deadline_s: float) -> tuple[GpuIdentity, ...]:
-    layer = NvmlProcess(deadline_s)
-    try:
-        return list_gpus(layer)
-    finally:
-        layer.close()
-
-
-def seats(topology: Topology, gpus: Sequence[RankGpu]) -> tuple[Seat, ...]:
-    """Every seat of the job. `gpus` by global rank."""
-    found: dict[tuple[int, str], list[int]] = {}
-    for info, gpu in zip(topology.ranks, gpus, strict=True):
-        found.setdefault((info.domain, gpu.host), []).append(info.global_rank)
-    return tuple(Seat(domain, host, tuple(ranks)) for (domain, host), ranks in found.items())
-
-
-def unused_gpus(node: Sequence[str], used: Sequence[str | None], num_dead: int) -> tuple[str, ...]:
-    """The dead GPUs of a node, as far as they can be told: those that no rank has.
-
-    Where more are unused than are dead, some belong to other jobs, and none is named.
-    """
-    unused = tuple(uuid for uuid in node if uuid not in used)
-    return unused if len(unused) <= num_dead else ()
-
-
-# --- start-up -----------------------------------------------------------------------------------
 
 
 def start(ntp: context.NTPContext, args: argparse.Namespace, board: Board) -> PowerBoost | None:
@@ -273,10 +167,23 @@ class _Job:
     ntp: context.NTPContext
     session: PowerSession
     gpus: tuple[RankGpu, ...]
-    seats: tuple[Seat, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.seats = seats(self.topology, self.gpus)
+    @cached_property
+    def seats(self) -> tuple[Seat, ...]:
+        return seats(self.topology, self.gpus)
+
+    @cached_property
+    def shapes(self) -> dict[int, DomainShape]:
+        """Of every domain as a whole, whatever nodes it is on."""
+        alive = Counter(info.domain for info in self.topology.ranks)
+        hosts: dict[int, str] = {}
+        for info, gpu in zip(self.topology.ranks, self.gpus, strict=True):
+            hosts.setdefault(info.domain, gpu.host)
+        full = self.topology.nominal_tp
+        return {
+            domain: DomainShape(f"domain-{domain}", full, alive[domain], self.session.rack_of(host))
+            for domain, host in hosts.items()
+        }
 
     @property
     def topology(self) -> Topology:
@@ -288,33 +195,28 @@ class _Job:
     def replica(self, domain: int) -> int:
         return domain // self.topology.num_groups
 
-    def shape(self, domain: int) -> DomainShape:
-        """Of the whole domain, whatever nodes it is on."""
-        ranks = [info for info in self.topology.ranks if info.domain == domain]
-        rack = self.session.rack_of(self.gpus[ranks[0].global_rank].host)
-        return DomainShape(f"domain-{domain}", self.topology.nominal_tp, len(ranks), rack)
+    def name(self, domain: int) -> str:
+        """For people."""
+        shape = self.shapes[domain]
+        return f"replica {self.replica(domain)} ({shape.num_alive} of {shape.num_gpus} GPUs)"
 
     def rivals(self, own: DomainShape) -> tuple[DomainShape, ...]:
         """The domains among which a rack's spare power is shared: its own, and reduced ones.
 
         Others of the job run at nominal, as a keeper takes GPUs to do that it is not told of.
         """
-        replicas = range(self.topology.num_replicas)
-        reduced = [
-            self.shape(domain)
-            for replica in replicas
-            if self.topology.degrees[replica] < self.topology.nominal_tp
-            for domain in self.topology.domains(replica)
-        ]
+        reduced = [shape for shape in self.shapes.values() if shape.num_dead]
         return (own, *(each for each in reduced if each != own and each.rack == own.rack))
 
     def slowness(self, replica: int) -> float:
         assert self.ntp.plan is not None
         return self.ntp.plan.slowness(self.topology.degrees[replica])
 
-    @property
+    @cached_property
     def best_slowness(self) -> float:
-        return min(self.slowness(replica) for replica in range(self.topology.num_replicas))
+        """That of the replicas which wait: those of the highest degree."""
+        assert self.ntp.plan is not None
+        return self.ntp.plan.slowness(max(self.topology.degrees))
 
     def expected_gap(self, domain: int) -> float:
         """Share of a step that the fastest replicas would wait for this one, without power."""
@@ -325,7 +227,7 @@ class _Job:
 
     def open(self, seat: Seat) -> Outcome:
         """Starts the session of this rank's seat."""
-        shape, gap = self.shape(seat.domain), self.expected_gap(seat.domain)
+        shape, gap = self.shapes[seat.domain], self.expected_gap(seat.domain)
         rack = shape.rack
         blind = next((gpu for rank in seat.ranks if not (gpu := self.gpus[rank]).uuid), None)
         if blind is not None:
@@ -361,7 +263,7 @@ class _Job:
         if not (shape.num_dead and whole and self.session.may_use_helper):
             return ()
         try:
-            node = _node_gpus(self.session.settings.ntp_power_deadline)
+            node = node_gpus(self.session.settings.ntp_power_deadline)
         except DeviceError:
             return ()  # the helper will say so in its own words
         used = [gpu.uuid for gpu in self.gpus if gpu.host == seat.host]
@@ -406,9 +308,7 @@ def judge(outcomes: Sequence[Outcome], job: _Job) -> Verdict:
 def _tell(outcomes: Sequence[Outcome], verdict: Verdict, job: _Job) -> None:
     """Rank 0 speaks for all: a line per lagging replica, one warning per kind of failure."""
     for outcome in {outcome.domain: outcome for outcome in outcomes}.values():
-        gap = job.expected_gap(outcome.domain)
-        shape = job.shape(outcome.domain)
-        name = f"replica {job.replica(outcome.domain)} ({shape.num_alive} of {shape.num_gpus} GPUs)"
+        gap, name = job.expected_gap(outcome.domain), job.name(outcome.domain)
         nominal_w, ceiling_w = outcome.nominal_mw / 1000, outcome.ceiling_mw / 1000
         if outcome.domain in verdict.boosted:
             print(
@@ -468,8 +368,7 @@ class PowerBoost:
             replica for replica in range(topology.num_replicas) if not is_behind(topology, replica)
         ]
         self._observes = seat is not None and seat.domain in verdict.boosted
-        shape = job.shape(topology.rank(self._rank).domain)
-        self._name = f"replica {self._replica} ({shape.num_alive} of {shape.num_gpus} GPUs)"
+        self._name = job.name(topology.rank(self._rank).domain)
 
     def connect(self, timeout: timedelta) -> None:
         """Makes the group of those who share waits. Every rank of the job calls it."""
