@@ -1,7 +1,8 @@
 """`megatron-ntp flags`: the flags as a table, printed, or put into documents between markers.
 
 The table is made from the dataclasses of `settings`; README.md and docs/flags.md hold it as it is
-printed here, and a test compares.
+printed here. So does docs/limits.md the table of Megatron's flags that are refused, made from
+`integration.refusals`. A test compares.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from dataclasses import Field
 from pathlib import Path
 from typing import Any
 
+from megatron_ntp.integration.refusals import REFUSALS
 from megatron_ntp.settings import declared_fields, flag_name
 
-BEGIN = "<!-- flags:begin -->"
-END = "<!-- flags:end -->"
+BEGIN = "<!-- {}:begin -->"
+END = "<!-- {}:end -->"
 
 
 def flags(argv: Sequence[str]) -> int:
@@ -31,7 +33,9 @@ def flags(argv: Sequence[str]) -> int:
         nargs="+",
         type=Path,
         default=[],
-        help=f"put the table into these documents instead, between {BEGIN} and {END}",
+        help="put the table into these documents instead, between "
+        f"{BEGIN.format('flags')} and {END.format('flags')}; and, where there are such lines with "
+        "'refused', the flags of Megatron that --ntp refuses",
     )
     options = parser.parse_args(argv)
     if not options.update:
@@ -39,7 +43,7 @@ def flags(argv: Sequence[str]) -> int:
     for path in options.update:
         try:
             text = path.read_text(encoding="utf-8")
-            new = with_table(text)
+            new = with_tables(text)
         except (OSError, ValueError) as error:
             print(f"megatron-ntp flags: {path}: {error}", file=sys.stderr)
             return 1
@@ -58,13 +62,29 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def with_table(text: str) -> str:
-    """A document with the present table between its markers. Raises ValueError without them."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"has no lines {BEGIN} and {END}, between which the table would go")
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+def refused_table() -> str:
+    """Every flag of Megatron that is refused, by reason, in Markdown."""
+    flags_of: dict[str, list[str]] = {}
+    for row in REFUSALS:
+        flags_of.setdefault(row.why, []).append(f"`{row.flag}`")
+    lines = ["| refused with `--ntp` | why |", "| --- | --- |"]
+    return "\n".join(lines + [f"| {', '.join(own)} | {why} |" for why, own in flags_of.items()])
+
+
+def with_tables(text: str) -> str:
+    """A document with the present tables between their markers. Raises ValueError without any."""
+    found = False
+    for name, made in (("flags", table), ("refused", refused_table)):
+        begin, end = BEGIN.format(name), END.format(name)
+        before, first, rest = text.partition(begin)
+        _, last, after = rest.partition(end)
+        if first and last:
+            found = True
+            text = f"{before}{begin}\n{made()}\n{end}{after}"
+    if not found:
+        begin, end = BEGIN.format("flags"), END.format("flags")
+        raise ValueError(f"has no lines {begin} and {end}, between which the table would go")
+    return text
 
 
 def _value(setting: Field[Any]) -> str:

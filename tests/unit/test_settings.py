@@ -8,6 +8,7 @@ import pytest
 
 from megatron_ntp import flags
 from megatron_ntp.errors import SettingsFileError
+from megatron_ntp.integration.refusals import REFUSALS
 from megatron_ntp.settings import (
     COMMAND_LINE_ONLY,
     NTPSettings,
@@ -184,24 +185,30 @@ def test_there_are_examples() -> None:
     assert len(EXAMPLES) >= 3
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/flags.md"])
-def test_documents_hold_the_table(name: str) -> None:
-    path = ROOT / name
-    if not path.exists():
-        pytest.skip(f"there is no {name} yet")
-    text = path.read_text()
-    if flags.BEGIN not in text and name == "README.md":
-        pytest.skip("README.md has no table of flags yet")
-    assert flags.with_table(text) == text, f"run: megatron-ntp flags --update {name}"
+@pytest.mark.parametrize(
+    ("name", "marker"),
+    [("README.md", "flags"), ("docs/flags.md", "flags"), ("docs/limits.md", "refused")],
+)
+def test_documents_hold_their_table(name: str, marker: str) -> None:
+    text = (ROOT / name).read_text()
+    assert flags.BEGIN.format(marker) in text
+    assert flags.with_tables(text) == text, f"run: megatron-ntp flags --update {name}"
+
+
+def test_every_refused_flag_is_in_the_table_with_its_reason() -> None:
+    rows = flags.refused_table().splitlines()[2:]
+    for refusal in REFUSALS:
+        assert any(f"`{refusal.flag}`" in row and refusal.why in row for row in rows), refusal.flag
 
 
 def test_flags_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert flags.flags([]) == 0
     assert capsys.readouterr().out.strip() == flags.table()
+    begin, end = flags.BEGIN.format("flags"), flags.END.format("flags")
     document = tmp_path / "doc.md"
-    document.write_text(f"a\n{flags.BEGIN}\nold\n{flags.END}\nb\n")
+    document.write_text(f"a\n{begin}\nold\n{end}\nb\n")
     assert flags.flags(["--update", str(document)]) == 0
-    assert document.read_text() == f"a\n{flags.BEGIN}\n{flags.table()}\n{flags.END}\nb\n"
+    assert document.read_text() == f"a\n{begin}\n{flags.table()}\n{end}\nb\n"
     document.write_text("no markers")
     assert flags.flags(["--update", str(document)]) == 1
     assert "flags:begin" in capsys.readouterr().err
