@@ -18,6 +18,7 @@ import inspect
 import os
 import pickle
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -228,6 +229,13 @@ def _collect(folder: Path, world_size: int, statuses: Mapping[int, int]) -> Run:
         stdout=[text(rank, "out") for rank in ranks],
         stderr=[text(rank, "err") for rank in ranks],
     )
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def run_training(

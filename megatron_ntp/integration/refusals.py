@@ -50,6 +50,8 @@ _GROUPS = "it needs process groups that a nonuniform job does not have"
 _BUFFERS = "it changes the gradient or parameter buffers that NTP reshards"
 _UNTESTED = "it is not known to be exact with --ntp"
 
+MULTIMODAL = "multimodal models are not supported with --ntp yet"
+
 REFUSALS: tuple[Refusal, ...] = (
     Refusal("pipeline_model_parallel_size", _above_one, _LATER),
     Refusal("context_parallel_size", _above_one, _LATER),
@@ -149,12 +151,21 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
         for row in REFUSALS
         if hasattr(args, row.argument) and row.hits(getattr(args, row.argument))
     ]
+    found += _scripts(args)
     found += _combinations(args)
     if found:
         raise UnsupportedFlagError(
             "these flags cannot be combined with --ntp; remove them or run without --ntp:\n"
             + "\n".join(found)
         )
+
+
+def _scripts(args: argparse.Namespace) -> list[str]:
+    """Scripts whose models are refused whatever their flags, known by the flags that they add."""
+    # None: a command line that was only looked at (megatron-ntp doctor).
+    if getattr(args, "freeze_LM", None) is None:
+        return []
+    return [f"  pretrain_vlm.py (it adds --freeze-LM): {MULTIMODAL}"]
 
 
 def _combinations(args: argparse.Namespace) -> list[str]:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from flags import MODEL
 
 from megatron_ntp.patching import checkout as trees
 from megatron_ntp.patching.cli import patch_main
@@ -106,6 +107,51 @@ def test_every_script_comes_to_the_hook_before_it_takes_pretrain(
     patch("revert", tree)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "hook called, pretrain taken: False" in done.stdout
+
+
+# Plain Python runs a script of the patched checkout as one of three ranks, without GPUs.
+ONE_OF_THREE = """
+import os, runpy, sys
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="3", CUDA_VISIBLE_DEVICES="")
+sys.argv = sys.argv[1:]
+sys.path[0] = os.path.dirname(sys.argv[0])
+from megatron_ntp import cpu_runtime
+cpu_runtime.install()
+sys.argv += cpu_runtime.cpu_arguments()
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+HYBRID = ["--hybrid-layer-pattern", "M-M-"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "flags", "named"),
+    [
+        ("pretrain_mamba.py", HYBRID, "--hybrid-layer-pattern M-M-: Mamba and hybrid models"),
+        ("pretrain_hybrid.py", HYBRID, "--hybrid-layer-pattern M-M-: Mamba and hybrid models"),
+        ("pretrain_vlm.py", [], "pretrain_vlm.py (it adds --freeze-LM): multimodal models"),
+    ],
+)
+def test_scripts_of_other_models_are_refused_by_name(
+    tree: Path, script: str, flags: list[str], named: str
+) -> None:
+    if not (tree / script).exists():
+        pytest.skip(f"this checkout has no {script}")
+    if flags_for(tree):
+        pytest.skip("the run-time patches are not for this version")
+    patch("apply", tree)
+    words = [*MODEL, *flags, "--tensor-model-parallel-size", "2", "--ntp", "--ntp-degrees", "2,1"]
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT)]),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    argv = [sys.executable, "-W", "ignore", "-c", ONE_OF_THREE, str(tree / script), *words]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=250, check=False)
+    patch("revert", tree)
+    assert done.returncode != 0
+    assert "these flags cannot be combined with --ntp" in done.stderr, done.stderr[-3000:]
+    assert named in done.stderr and "Traceback" not in done.stderr
 
 
 INSTALL_TWICE = """

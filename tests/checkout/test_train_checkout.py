@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from ranks import ROOT, run_training
+from ranks import ROOT, free_port, run_training
 
 from megatron_ntp.patching.cli import patch_main
 from megatron_ntp.patching.versions import in_range, read_core_version
@@ -119,9 +118,7 @@ def start_plainly(
     tree: Path, flags: list[str], num_ranks: int, folder: Path, status: int = 0
 ) -> list[str]:
     """What each rank of a job printed that plain Python runs; rank 0 keeps the store."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     words = [sys.executable, "-W", "ignore", "-c", PLAIN_PYTHON, str(tree / "pretrain_gpt.py")]
     processes = []
     for rank in range(num_ranks):

@@ -4,10 +4,10 @@ Ranks are started as for training. Where the reason is found by every rank for i
 started and told that there are more.
 """
 
+import argparse
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import ROOT, SCRIPT, Training, run_ranks, run_training
+from ranks import ROOT, SCRIPT, Training, free_port, run_ranks, run_training
 from versions import EVERY_CORE
 
-from megatron_ntp.integration.refusals import REFUSALS, Refusal
+from megatron_ntp.errors import UnsupportedFlagError
+from megatron_ntp.integration.refusals import REFUSALS, Refusal, refuse_unsupported
 from megatron_ntp.patching.versions import find_cores
 from megatron_ntp.plan.model import ModelDims
 from megatron_ntp.plan.plan import Plan
@@ -259,6 +260,13 @@ def test_each_refused_flag_by_name(row: Refusal) -> None:
         assert f"  {row.flag} " in answer and row.why in answer, f"{name}: {answer or 'accepted'}"
 
 
+def test_the_script_of_multimodal_models_by_its_name() -> None:
+    of_the_script = {"freeze_LM": False, "freeze_ViT": False, "ntp_batch_policy": None}
+    with pytest.raises(UnsupportedFlagError, match=r"pretrain_vlm\.py .*multimodal models"):
+        refuse_unsupported(argparse.Namespace(**of_the_script))
+    refuse_unsupported(argparse.Namespace(ntp_batch_policy=None))
+
+
 def test_cpu_run_where_a_gpu_is_visible() -> None:
     program = (
         "import torch; torch.cuda.is_available = lambda: True; torch.cuda.device_count = lambda: 2;"
@@ -436,12 +444,6 @@ def run_without(folder: Path, missing: list[int], port: int | None) -> Training:
         grace_s=12,
         timeout_s=60,
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize(
