@@ -2,7 +2,8 @@
 
 The errors reported here say all there is to say: rule, values, ranks and cure. Most of them come
 from flags and plans that all ranks share, so all ranks hit them, and one rank speaks for the job.
-Every rank still ends with a failure. Other errors keep their traceback.
+Every rank still ends with a failure. Other errors keep their traceback, except that of a rank which
+waited for one that has ended so: it says whom to look at.
 """
 
 from __future__ import annotations
@@ -20,14 +21,23 @@ STATUS = 2
 _SILENT_WAIT_S = 0.5
 
 
+# How gloo and NCCL tell that the process at the other end has gone.
+_PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+
+
 def report(error: BaseException) -> bool:
     """Prints a start-up error, from one rank of those that have the same one.
 
     Returns:
-        whether it is such an error; for any other nothing is printed.
+        whether it is such an error, or comes of one; for any other nothing is printed.
     """
-    if not isinstance(error, PlanError | StartError | CheckpointError):
-        return False
+    if isinstance(error, PlanError | StartError | CheckpointError):
+        _tell(error)
+        return True
+    return _follows_another(error)
+
+
+def _tell(error: Exception) -> None:
     from megatron_ntp.comm.report import claim
 
     text = f"megatron-ntp: error: {error}"
@@ -38,6 +48,19 @@ def report(error: BaseException) -> bool:
         print(text + suffix, file=sys.stderr, flush=True)
     else:
         time.sleep(_SILENT_WAIT_S)
+
+
+def _follows_another(error: BaseException) -> bool:
+    """Whether this rank only lost the connection to one that has ended with a reported error."""
+    if not isinstance(error, RuntimeError) or not any(sign in str(error) for sign in _PEER_GONE):
+        return False
+    from megatron_ntp.comm.report import speaker
+
+    told_by = speaker()
+    if told_by is None:
+        return False
+    rank = os.environ.get("RANK")
+    print(f"megatron-ntp: rank {rank} stops, since rank {told_by} has", file=sys.stderr, flush=True)
     return True
 
 
