@@ -37,11 +37,14 @@ class KeeperOptions:
     deadline_s: float = DEFAULT_DEADLINE_S
     boot_id_file: Path = BOOT_ID_FILE
     driver_dir: Path = DRIVER_FOLDER
+    claim_timeout_s: float | None = None
 
     def arguments(self) -> list[str]:
         """Command line of keeper_process."""
         found = ["--deadline", str(self.deadline_s), "--boot-id-file", str(self.boot_id_file)]
         found += ["--driver-dir", str(self.driver_dir)]
+        if self.claim_timeout_s is not None:
+            found += ["--claim-timeout", str(self.claim_timeout_s)]
         if self.site is not None:
             found += ["--site", str(self.site.resolve())]
         if self.state_dir is not None:

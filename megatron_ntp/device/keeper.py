@@ -35,7 +35,7 @@ from megatron_ntp.device.state import (
 )
 
 SETTLE_TIMEOUT_S = 2.0
-CLAIM_TIMEOUT_S = 5.0  # the keeper of the last attempt may still be restoring
+CLAIM_TIMEOUT_S = 20.0  # the keeper of the last attempt may still be restoring
 
 
 @dataclass

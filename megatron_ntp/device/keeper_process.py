@@ -26,7 +26,7 @@ from megatron_ntp.device import protocol
 from megatron_ntp.device.errors import DeviceError, Fault
 from megatron_ntp.device.files import Folder
 from megatron_ntp.device.grants import Access, GrantedRights, OwnRights, Peer
-from megatron_ntp.device.keeper import Keeper
+from megatron_ntp.device.keeper import CLAIM_TIMEOUT_S, Keeper
 from megatron_ntp.device.nvml_process import NvmlProcess
 from megatron_ntp.device.settings import DEFAULT_DEADLINE_S
 from megatron_ntp.device.site import SitePower, load_site
@@ -177,6 +177,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--driver-dir", type=Path, default=DRIVER_FOLDER, help="its inode names this driver load"
     )
+    parser.add_argument(
+        "--claim-timeout",
+        type=float,
+        default=None,
+        help="seconds to wait for GPUs that the keeper of an earlier job still has",
+    )
 
 
 def open_store(arguments: argparse.Namespace) -> LimitStore:
@@ -206,7 +212,10 @@ def serve_connection(
         check_helper_site(site)
         access = GrantedRights(Folder(grants, private=True), peer)
     layer = NvmlProcess(arguments.deadline)
-    keeper = Keeper(layer, open_store(arguments), site, access)
+    claim_timeout_s = arguments.claim_timeout
+    if claim_timeout_s is None:
+        claim_timeout_s = CLAIM_TIMEOUT_S
+    keeper = Keeper(layer, open_store(arguments), site, access, claim_timeout_s)
     peer_fd = _open_peer(peer)
     loop = ClientLoop(connection, keeper, peer_fd)
     reason = "an error of the keeper's own"

@@ -276,11 +276,16 @@ def restore_all(
     claim_timeout_s: float = RESTORE_CLAIM_TIMEOUT_S,
     keep_records: bool = False,
 ) -> list[Settled]:
-    """Settles every record whose job is gone. None: all GPUs that have a record."""
+    """Settles every record whose job is gone. None: all GPUs that have a record.
+
+    `claim_timeout_s` is for all of them together: a job that is about to go lets go of all at once.
+    """
     results = []
+    give_up_at = time.monotonic() + claim_timeout_s
     for uuid in store.recorded_uuids() if uuids is None else uuids:
         try:
-            claim = store.claim(layer, uuid, "power restore", claim_timeout_s)
+            left_s = max(0.0, give_up_at - time.monotonic())
+            claim = store.claim(layer, uuid, "power restore", left_s)
         except DeviceError as error:
             results.append(_failed(uuid, error))
             continue

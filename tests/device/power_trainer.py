@@ -3,8 +3,8 @@
     python power_trainer.py OPTIONS-AS-JSON
 
 Options: settings (fields of PowerSettings), gpu_uuids, num_gpus, num_alive, boot_id_file,
-driver_dir, until_w (boost up to here first; 0: do not wait), end (return, leave, exception, wait,
-fork_and_wait), job_id. Prints one JSON object per line: what happened.
+driver_dir, claim_timeout_s, until_w (boost up to here first; 0: do not wait), end (return, leave,
+exception, wait, fork_and_wait), job_id. Prints one JSON object per line: what happened.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     options = json.loads(sys.argv[1])
     keeper = KeeperOptions(
-        boot_id_file=Path(options["boot_id_file"]), driver_dir=Path(options["driver_dir"])
+        boot_id_file=Path(options["boot_id_file"]),
+        driver_dir=Path(options["driver_dir"]),
+        claim_timeout_s=options["claim_timeout_s"],
     )
     session = PowerSession(PowerSettings(**options["settings"]), options["job_id"], keeper)
     shape = DomainShape("r0", options["num_gpus"], options["num_alive"])

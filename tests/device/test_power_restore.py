@@ -107,7 +107,12 @@ class Site:
         self.trainers: list[Trainer] = []
 
     def start(
-        self, end: str, gpus: slice = slice(0, 7), until_w: float = 700, **settings: Any
+        self,
+        end: str,
+        gpus: slice = slice(0, 7),
+        until_w: float = 700,
+        claim_timeout_s: float = 60,  # for what a loaded machine is slow to end
+        **settings: Any,
     ) -> Trainer:
         uuids = self.node.uuids[gpus]
         options = {
@@ -124,6 +129,7 @@ class Site:
             "boot_id_file": str(self.boot_id_file),
             "driver_dir": str(self.driver_dir),
             "until_w": until_w,
+            "claim_timeout_s": claim_timeout_s,
             "end": end,
             "job_id": f"job-{len(self.trainers)}",
         }
@@ -284,7 +290,7 @@ def test_two_jobs_on_one_node(site: Site) -> None:
 
 def test_second_job_on_the_same_gpus_waits_for_no_one(site: Site) -> None:
     boosted(site, "wait")
-    second = site.start("return", until_w=0)
+    second = site.start("return", until_w=0, claim_timeout_s=0.2)
     assert "in the hands of job job-0" in second.expect("started")["message"]
     assert site.node.limits_w() == BOOSTED
 
