@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron_ntp.device.controller import BoostState, Controller, ControlSettings, Observation
 from megatron_ntp.device.model import PowerCurve, fit_curve, reduction_gap
 from megatron_ntp.device.nvml import GpuReading, PowerLimits
+from megatron_ntp.integration.power_waits import STEPS_LATE
 
 NOMINAL_MW, MAX_MW = 525_000, 700_000
 
@@ -32,6 +33,8 @@ class Replica:
     degree: int = 7
     exponent: float = 0.5
     noise: float = 0.0
+    late: int = 0  # steps after which a step is known
+    under_way: list[Observation] = field(default_factory=list)
     changes: list[int] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
 
@@ -40,7 +43,10 @@ class Replica:
         speedup = (self.controller.limit_mw / self.controller.nominal_mw) ** self.exponent
         own_s = 8 / self.degree / speedup * (1 + self.noise * draw)
         self.gaps.append((own_s - healthy_s) / max(own_s, healthy_s))
-        self.controller.observe(Observation(index, own_s - healthy_s, max(own_s, healthy_s)))
+        self.under_way.append(Observation(index, own_s - healthy_s, max(own_s, healthy_s)))
+        if len(self.under_way) <= self.late:
+            return
+        self.controller.observe(self.under_way.pop(0))
         before_mw = self.controller.limit_mw
         decided = self.controller.decide()
         if decided is not None:
@@ -69,6 +75,22 @@ def test_8_to_7_with_room_keeps_pace_within_20_steps() -> None:
     assert all(abs(gap) <= 0.01 for gap in sim.gaps[12:])
     assert sim.controller.state is BoostState.HOLDING and sim.controller.remaining_gap() == 0.0
     assert sim.controller.limit_mw == pytest.approx(NOMINAL_MW * (8 / 7) ** 2, rel=0.02)
+
+
+@pytest.mark.parametrize("degree", [7, 6])
+def test_observations_as_late_as_in_training_still_suffice(degree: int) -> None:
+    """The training hook hears of a step two steps later, and has as many more skipped."""
+    sim = replica(degree=degree, late=STEPS_LATE)
+    settings = sim.controller.settings
+    sim.controller.settings = replace(settings, settle_steps=settings.settle_steps + STEPS_LATE)
+    sim.run(20)
+    if degree == 7:
+        assert all(abs(gap) <= 0.01 for gap in sim.gaps[17:]), sim.gaps
+        sim.run(40)
+        assert all(abs(gap) <= 0.01 for gap in sim.gaps[17:]), "no swinging"
+    else:
+        assert sim.controller.limit_mw == MAX_MW
+    assert sim.changes == sorted(sim.changes), "no way back down"
 
 
 def test_default_budget_stops_at_8_sevenths_and_reports_what_is_left() -> None:
