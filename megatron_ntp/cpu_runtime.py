@@ -469,7 +469,8 @@ def _compile_helpers() -> None:
     """Build Megatron's C++ dataset helpers unless they can be imported already.
 
     Megatron runs ``make`` on every start. A wheel has the built helpers and no Makefile, so that
-    fails; and make asks the first python3-config on the path, which may be another Python's.
+    fails; and make asks the first python3 and python3-config on the path, which may be another
+    Python's, without pybind11.
     """
     from megatron.core import datasets
 
@@ -477,8 +478,13 @@ def _compile_helpers() -> None:
         return
     folder = datasets.__path__[0]
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
     built = subprocess.run(
-        ["make", "-C", folder, f"LIBEXT={suffix}"], capture_output=True, text=True, check=False
+        ["make", "-C", folder, f"LIBEXT={suffix}"],
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if built.returncode != 0:
         raise RuntimeError(
