@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -55,6 +56,8 @@ def train(session: PowerSession, options: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    # A shell that starts tests in the background has them, and so us, ignore SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     options = json.loads(sys.argv[1])
     keeper = KeeperOptions(

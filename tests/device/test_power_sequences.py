@@ -267,6 +267,7 @@ def scratch() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.timeout(1200)  # seconds of computing, minutes where others compute, too
 def test_nothing_is_left_changed_by_1000_sequences(
     node: FakeNode, layer: DeviceLayer, scratch: Path
 ) -> None:
