@@ -13,7 +13,6 @@ restores the limits.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -52,8 +51,6 @@ from megatron_ntp.integration.power_waits import (
     lag,
 )
 from megatron_ntp.plan.topology import Topology
-
-log = logging.getLogger("megatron_ntp.power")
 
 JOB_VARIABLE = "SLURM_JOB_ID"
 
@@ -318,13 +315,9 @@ def _tell(outcomes: Sequence[Outcome], verdict: Verdict, job: _Job) -> None:
                 flush=True,
             )
         elif outcome.state == BoostState.NO_HEADROOM:
-            log.warning(
-                "power: %s: no headroom: %g W is nominal and, by %s, also the ceiling; the batch "
-                "policy has to cover a gap of %.1f %%",
-                name,
-                nominal_w,
-                outcome.bound_by,
-                100 * gap,
+            _warn(
+                f"{name}: no headroom: {nominal_w:g} W is nominal and, by {outcome.bound_by}, also "
+                f"the ceiling; the batch policy has to cover a gap of {100 * gap:.1f} %"
             )
     failed: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
@@ -332,15 +325,17 @@ def _tell(outcomes: Sequence[Outcome], verdict: Verdict, job: _Job) -> None:
             failed.setdefault(outcome.fault, []).append(outcome)
     for same in failed.values():
         replicas = sorted({job.replica(outcome.domain) for outcome in same})
-        log.warning(
-            "power: no boost for replica %s, training goes on: %s",
-            ", ".join(map(str, replicas)),
-            same[0].message,
-        )
+        named = ", ".join(map(str, replicas))
+        _warn(f"no boost for replica {named}, training goes on: {same[0].message}")
     others = set(verdict.closed) - {outcome.domain for outcome in outcomes if outcome.message}
     if others:
         replicas = sorted({job.replica(domain) for domain in others})
-        log.warning("power: nor for replica %s, which share their rack", replicas)
+        named = ", ".join(map(str, replicas))
+        _warn(f"no boost for replica {named} either, which shares a rack with them")
+
+
+def _warn(text: str) -> None:
+    print(f"nonuniform TP WARNING (power): {text}", flush=True)
 
 
 # --- during training ----------------------------------------------------------------------------
