@@ -188,7 +188,7 @@ class Controller:
         command = self._training.command(placement, self._may_begin_anew(checkpoint))
         write_atomically(folder / "placement.json", placement.to_json())
         record = AttemptRecord(number, placement.degrees, checkpoint)
-        ledger = guards.ended_on_purpose(self._state.ledger, checkpoint, checkpoint)
+        ledger = guards.ended_on_purpose(self._state.ledger, checkpoint, max(checkpoint, 0))
         self._write(replace(self._state.with_attempt(record), ledger=ledger))
         hosts = {str(rank): node.host for rank, node in enumerate(self._nodes_now)}
         members = [r for r, node in enumerate(self._nodes_now) if placement.agents_of(node.host)]
