@@ -28,7 +28,8 @@ def check_megatron(path: Path | None) -> list[Finding]:
             fail(
                 "megatron-core",
                 "this Python cannot import any",
-                "pip install megatron-core, or name your checkout: megatron-ntp doctor PATH",
+                "name your checkout: megatron-ntp doctor PATH; or install the wheel: pip install "
+                f"'megatron-core{TESTED}'",
             )
         ]
     findings += _tree("megatron-core", cores[0])
@@ -56,6 +57,8 @@ def _checkout(path: Path) -> list[Finding]:
     except PatchError as error:
         return [fail("checkout", str(error), "name the folder that holds megatron/")]
     findings = _tree("checkout", tree.root)
+    if not in_range(tree.version, TESTED):
+        return findings  # which stops a run in either way of starting
     if tree.state == "applied":
         return [*findings, ok("checkout patch", "applied: `pretrain_gpt.py --ntp` works")]
     reasons = trees.refusals(tree)

@@ -128,8 +128,9 @@ def refusals(
         if not in_range(checkout.version, state.hook.versions) and not force:
             found.append(
                 f"megatron-core {checkout.version} is not a version that {state.hook.name} was "
-                f"tested with ({state.hook.versions}). Update megatron-ntp, or give --force to "
-                f"apply it all the same: the anchor is checked either way."
+                f"tested with ({state.hook.versions}). Update megatron-ntp. --force puts the hook "
+                "in all the same (its anchor is checked either way), but a run with --ntp then "
+                "stops at its start, since it refuses that version too."
             )
         fault = state.fault or _block_fault(state, force) or _file_fault(state)
         if fault:
