@@ -156,15 +156,15 @@ class StepWaits:
 
     def _send(self, report: tuple[float, float, float]) -> None:
         own = torch.tensor(report, dtype=torch.float64, device="cpu")
-        table = torch.empty(self._group.size() * 3, dtype=torch.float64, device="cpu")
-        work = dist.all_gather_into_tensor(table, own, group=self._group, async_op=True)
+        table = torch.empty(self._group.size(), len(report), dtype=torch.float64, device="cpu")
+        work = dist.all_gather(list(table.unbind()), own, group=self._group, async_op=True)
         self._under_way.append(_Gather(work, own, table))
 
     def _take_in(self) -> None:
         while self._under_way and self._under_way[0].work.is_completed():
             gather = self._under_way.popleft()
             gather.work.wait()  # over already: only raises what it failed with
-            rows = gather.table.view(-1, 3).tolist()
+            rows = gather.table.tolist()
             self._on_reports([Report(int(row[0]), row[1], row[2]) for row in rows])
 
     def _give_up(self) -> None:
