@@ -1,0 +1,60 @@
+"""What moments of Megatron's loop become in a rank's record and in the job's log."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ntp import beats, events
+from megatron_ntp.integration.progress import BeatListener, EventListener
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> BeatListener:
+    return BeatListener(beats.BeatWriter(tmp_path, 0))
+
+
+def seen(folder: Path) -> tuple[str, int]:
+    beat = beats.read(folder)[0]
+    return beat.phase, beat.iteration
+
+
+def test_a_job_that_goes_on_from_a_checkpoint(listener: BeatListener, tmp_path: Path) -> None:
+    told = [
+        ("start", -1, ("start", -1)),
+        ("load", -1, ("load", -1)),
+        ("loaded", 8, ("train", 8)),
+        ("step", 8, ("train", 8)),
+        ("stepped", 9, ("train", 9)),
+        ("save", 9, ("save", 9)),
+        ("saved", 9, ("train", 9)),
+        ("step", 9, ("train", 9)),
+        ("stepped", 10, ("train", 10)),
+        ("trained", 10, ("done", 10)),
+        ("save", 10, ("save", 10)),
+        ("saved", 10, ("done", 10)),
+        ("exit", 10, ("done", 10)),
+    ]
+    for moment, iteration, expected in told:
+        listener(moment, iteration)
+        assert seen(tmp_path) == expected, moment
+
+
+def test_a_job_that_loads_nothing(listener: BeatListener, tmp_path: Path) -> None:
+    listener("step", 0)
+    assert seen(tmp_path) == ("train", 0)
+    before = beats.read(tmp_path)[0].since
+    listener("step", 0)
+    assert beats.read(tmp_path)[0].since == before, "the end of a step is progress, not its start"
+
+
+def test_rank_0_logs_its_first_step_and_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    listener = EventListener(events.EventLog(path))
+    for moment, iteration in (
+        ("start", -1), ("loaded", 8), ("step", 8), ("stepped", 9), ("stepped", 10), ("trained", 10),
+    ):  # fmt: skip
+        listener(moment, iteration)
+    assert [(event["event"], event["iteration"]) for event in events.read(path)] == [
+        ("stepping", 9),
+        ("trained", 10),
+    ]
