@@ -69,22 +69,25 @@ def on_a_host(folder: str, mode: str) -> Any:
         return str(error)
     assert boost is not None
     boost.connect(timedelta(seconds=60))
-    reporters = dist.new_group([0, 4])
+    reporters, everyone = dist.new_group([0, 4]), dist.new_group([0, 4, 6])
     if boost.waits is not None:
-        take_steps(boost.waits, rank, reporters)
+        take_steps(boost.waits, rank, reporters, everyone)
     status = boost._session.status()
     boost.close(regular=True)
     return {"slowness": boost.slowness, "limit_mw": status.limit_mw, "members": boost.members}
 
 
-def take_steps(waits: Any, rank: int, reporters: dist.ProcessGroup) -> None:
-    """Replica 1 takes twice as long."""
+def take_steps(
+    waits: Any, rank: int, reporters: dist.ProcessGroup, everyone: dist.ProcessGroup
+) -> None:
+    """Replica 1 takes twice as long. The ranks of a replica go through steps together."""
     for _ in range(STEPS):
         waits.begin_step()
         if rank in (0, 4):
             time.sleep(0.1 if rank == 4 else 0.05)
             with waits.waiting():
                 dist.barrier(reporters)
+        dist.barrier(everyone)
         waits.end_step()
 
 
