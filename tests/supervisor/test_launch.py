@@ -111,3 +111,25 @@ def test_a_crash_loop_ends_with_93_after_two_attempts(
     assert "waiting 0.2 s before the next attempt" in supervisor.output
     assert "ValueError: invalid literal for int() with base 10: 'wrong'" in supervisor.output
     assert not job.processes()
+
+
+def test_a_rank_forbids_restarts(tmp_path: Path, started: list[Supervisor]) -> None:
+    (tmp_path / "die-1").write_text("93")
+    supervisor = Supervisor(tmp_path, f"{ONE_NODE} {FAST}", train(TRAIN))
+    started.append(supervisor)
+    assert supervisor.wait() == 93, supervisor.output
+    (ended,) = Job(tmp_path).events("attempt-ended")
+    assert ended["status"] == 93 and "rank 1 ended with status 93" in ended["reason"]
+    assert "a restart would not help" in supervisor.output
+
+
+def test_a_uniform_job_with_a_failed_gpu_is_told_of_ntp(
+    tmp_path: Path, started: list[Supervisor]
+) -> None:
+    (tmp_path / "faults.txt").write_text(f"{os.uname().nodename} 1 XID 79\n")
+    supervisor = Supervisor(tmp_path, f"{ONE_NODE} {FAST}", train("train.py"))
+    started.append(supervisor)
+    assert supervisor.wait() == 93, supervisor.output
+    assert "slot 1: XID 79" in supervisor.output
+    assert "add --ntp to the training command" in supervisor.output
+    assert not Job(tmp_path).events("attempt-started")
