@@ -81,6 +81,7 @@ for step in range(first + 1, int(value("--steps", "10")) + 1):
     if step % int(value("--save-interval", "5")) == 0 or stop:
         save(step)
     if stop:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it may still be on its way
         print("saved and stopped at", step, flush=True)
         sys.exit(0)
     die = pathlib.Path(f"die-{rank}")

@@ -9,6 +9,7 @@ network ever blocks a supervisor; what it has is as old as `silence_s` and `Seen
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 PERIOD_S = 0.1
 _CALL_TIMEOUT_S = 15.0
 _CONNECT_TIMEOUT_S = 5.0
+_PROBE_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,7 @@ class StoreBoard:
         if self._server is not None:
             return self._server
         host, port = self._endpoint
+        socket.create_connection((host, port), _PROBE_TIMEOUT_S).close()  # the store would be loud
         return dist.TCPStore(
             host,
             port,

@@ -11,7 +11,6 @@ import hashlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -44,6 +43,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _TOUCH_S = 10.0
 _REMAINS_S = 30.0
 _WARDEN_S = 10.0
+_SIGNAL_PATIENCE_S = 3.0
 
 
 def launch(argv: Sequence[str]) -> int:
@@ -176,21 +176,29 @@ def _toucher(lock: NodeLock) -> Callable[[], None]:
 def _follow(worker: Worker, board: Board, given: Options, keep_alive: Callable[[], None]) -> int:
     """A node other than 0: does as it is told until it is told to go."""
     patience_s = max(given.join_deadline_s, given.node_deadline_s)
+    _say(given, f"waiting for node 0 at {given.endpoint}")
+    was_cut_off = False
     while worker.end_status is None:
         worker.tick(time.monotonic())
         keep_alive()
-        if worker.is_cut_off():
-            if worker.signal:
-                return 128 + worker.signal
-            if board.silence_s() > patience_s:
-                print(
-                    f"no word of node 0 at {given.endpoint} for {patience_s:g} s", file=sys.stderr
-                )
-                return 1
+        is_cut_off = worker.is_cut_off()
+        if is_cut_off != was_cut_off:
+            _say(given, "no word of node 0: no rank runs here" if is_cut_off else "node 0 is back")
+            was_cut_off = is_cut_off
+        if worker.signal and board.silence_s() > _SIGNAL_PATIENCE_S:
+            return 128 + worker.signal
+        if board.silence_s() > patience_s:
+            _say(given, f"no word of node 0 for {patience_s:g} s (--join-deadline)")
+            return 1
         time.sleep(POLL_S)
+    _say(given, f"the job has ended, status {worker.end_status}")
     worker.tick(time.monotonic())
     time.sleep(5 * PERIOD_S)  # node 0 waits for the word that we have heard
     return worker.end_status
+
+
+def _say(given: Options, text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} node {given.node_rank}: {text}", flush=True)
 
 
 class _Signals(contextlib.AbstractContextManager[None]):

@@ -34,6 +34,7 @@ POLL_S = 0.1
 CHECK_DEADLINE_S = 180.0
 _STOP_EXTRA_S = 60.0
 _FAREWELL_S = 5.0
+_TERMINATED = 128 + signal.SIGTERM
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ class Controller:
 
     def _supervise(self) -> tuple[int, str]:
         self._give("idle")
-        self._until(lambda: len(self._alive()) == self._options.num_nodes, self._join_s())
+        num_nodes = self._options.num_nodes
+        self._until(lambda: len(self._alive()) == num_nodes or self._signal(), self._join_s())
         while True:
             started = time.monotonic()
             nodes = self._check()
@@ -525,31 +527,39 @@ class _Watch:
 
     def _save_and_end(self, cause: Cause) -> Cause:
         """Has the ranks save and end, bounded, or until a second signal."""
+        number, before = cause.status, _tracker_mark(self._controller._training.save)
         self._controller._say(f"{cause.reason}: asking ranks to save and end")
         self._controller._give("save", attempt=self._number)
-
-        def over() -> bool:
-            self._note_signs(self._seen())
-            return all(
-                seen.status["is_over"] or seen.status["signal_count"] > 1
-                for seen in self._seen().values()
-            )
-
-        in_time = self._controller._until(over, self._options.save_deadline_s)
-        statuses = [s for seen in self._seen().values() for s in seen.status["statuses"]]
+        in_time = self._controller._until(self._has_ended, self._options.save_deadline_s)
+        self._controller._until(self._is_over, self._options.stop_grace_s)  # after a failure
         if cause.kind == "regrow":
             return cause
-        number = cause.status
+        statuses = self._statuses()
         self._controller._log.write(
             "stopped", attempt=self._number, signal=number, in_time=in_time, statuses=statuses
         )
-        well = in_time and not statuses and all(s.status["is_over"] for s in self._seen().values())
-        if well:
+        # A rank that is on its way out already may still be ended by the SIGTERM that asked it.
+        has_saved = _tracker_mark(self._controller._training.save) != before
+        harmless = all(status == _TERMINATED for status in statuses) and has_saved
+        if self._is_over() and (not statuses or harmless):
             return replace(cause, status=0, reason=cause.reason + "; ranks ended well")
         status = 128 + number
         if number == signal.SIGUSR1 and statuses:
             status = statuses[0]
         return replace(cause, status=status, reason=cause.reason + "; ranks did not end well")
+
+    def _has_ended(self) -> bool:
+        """Whether there is nothing to wait for: all ended, one failed, or a user is urgent."""
+        self._note_signs(self._seen())
+        urgent = any(seen.status["signal_count"] > 1 for seen in self._seen().values())
+        return self._is_over() or bool(self._statuses()) or urgent
+
+    def _is_over(self) -> bool:
+        return all(seen.status["is_over"] for seen in self._seen().values())
+
+    def _statuses(self) -> list[int]:
+        """Of agents that failed."""
+        return [status for seen in self._seen().values() for status in seen.status["statuses"]]
 
     def final(self, cause: Cause) -> Cause:
         """The cause as it looks when all nodes have told of their failures."""
