@@ -124,7 +124,8 @@ def start(ntp: context.NTPContext, args: argparse.Namespace, board: Board) -> Po
     wanted = wanted_domains(topology, settings, session.site)
     if not wanted:
         return None
-    board.hand_in("gpu", asdict(own_gpu(os.environ, args.local_rank, settings.ntp_power_deadline)))
+    gpu = own_gpu(os.environ, args.local_rank or 0, settings.ntp_power_deadline)
+    board.hand_in("gpu", asdict(gpu))
     if board.rank == 0:
         board.tell_all("gpus", board.collect("gpu", "word of its GPU for the power boost"))
     _, told = board.hear("gpus", what="which GPUs the ranks have")

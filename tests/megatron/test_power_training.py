@@ -98,7 +98,12 @@ def facts(**_: Any) -> dict[str, Any]:
         time.sleep(0.05)
     assert ntp.plan is not None
     estimate = ntp.plan.batch(ntp.batch.num_microbatches)
-    return {"shares": ntp.batch.shares, "without": estimate.shares, "keepers": keepers}
+    return {
+        "shares": ntp.batch.shares,
+        "without": estimate.shares,
+        "keepers": keepers,
+        "pid": os.getpid(),
+    }
 
 
 def num_keepers() -> int:
@@ -199,6 +204,7 @@ def site(tmp_path: Path) -> Site:
 def boosted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Site, Training]:
     """Steps in which the reduced replica is slower; Megatron ends them by sys.exit."""
     site = make_site(tmp_path_factory.mktemp("boosted"))
+    site.node.state.trace = 1
     return site, site.run(*LONG, *END, *site.power, lag=LAG)
 
 
@@ -246,6 +252,12 @@ def test_without_the_flag_nothing_is_asked_or_started(plain: tuple[Site, Trainin
     assert site.node.events() == [] and not (site.folder / "state").exists()
     assert [result["keepers"] for result in training.results] == [0, 0, 0]
     assert all(site.notes(rank, "cost_s") == [] for rank in range(3))
+
+
+def test_no_rank_calls_nvml_itself(boosted: tuple[Site, Training]) -> None:
+    site, training = boosted
+    callers = {event["pid"] for event in site.node.events() if event["event"] == "call"}
+    assert callers and not callers & {result["pid"] for result in training.results}
 
 
 def test_a_step_costs_the_training_thread_less_than_1_ms(boosted: tuple[Site, Training]) -> None:
