@@ -11,7 +11,10 @@
     warden      ends the attempt of a supervisor that was killed
     board       what supervisors tell each other: orders from node 0, status from all
     worker      every node: carries out orders
-    controller  node 0: gives them
+    attempt     every node: its agents, what its ranks say, their end
+    desk        node 0: what it knows of the nodes, how it waits
+    controller  node 0: the loop
+    watch       node 0: one attempt, from its start to the reason of its end
     options, command  the command line
 
 Nothing here imports megatron; only `agent` and `board` import torch.

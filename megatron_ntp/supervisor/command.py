@@ -24,7 +24,8 @@ from megatron_ntp.launchers.parent import adopt_orphans
 from megatron_ntp.supervisor import guards, options, training
 from megatron_ntp.supervisor.attempt import steps_left_behind
 from megatron_ntp.supervisor.board import PERIOD_S, Board, LocalBoard, StoreBoard
-from megatron_ntp.supervisor.controller import POLL_S, Controller
+from megatron_ntp.supervisor.controller import Controller
+from megatron_ntp.supervisor.desk import POLL_S, Desk
 from megatron_ntp.supervisor.health import NodeWatch
 from megatron_ntp.supervisor.options import Options
 from megatron_ntp.supervisor.processes import OWNER_ENV, Owner, kill_all, owned
@@ -92,7 +93,8 @@ def _supervise(given: Options, job: Training, identity: Identity) -> int:
                     return _follow(worker, board, given, keep_alive)
                 folder = JobFolder(given.run_dir, identity)
                 state = _open(folder, job, before, left_step)
-                return Controller(given, job, folder, state, board, worker, keep_alive).run()
+                desk = Desk(given, job, board, worker, EventLog(folder.events), keep_alive)
+                return Controller(desk, folder, state).run()
         finally:
             if board is not None:
                 board.close()
