@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from megatron_ntp import beats
+from megatron_ntp.launchers.check import this_host
 from megatron_ntp.launchers.nodes import Agent, Placement
 from megatron_ntp.launchers.rank import log_name
 from megatron_ntp.launchers.start import tail_with_error
@@ -185,7 +186,7 @@ class NodeAttempt:
         """The end of the output of a rank that speaks of an error."""
         return tail_with_error(
             [
-                self.folder / log_name(agent.first_rank + local, self._host)
+                self.folder / log_name(agent.first_rank + local, this_host(self._environ))
                 for _, agent in self._agents
                 for local in range(agent.num_ranks)
             ]

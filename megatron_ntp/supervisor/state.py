@@ -3,7 +3,8 @@
     job.json            who the job is, its attempts and guards; written by node 0, whole or not
     events.jsonl        the log of events
     attempt-NNN/        placement, output of ranks and agents of one attempt
-    lock.node-R.json    which supervisor of node R is at work
+
+and RUN_DIR/.locks/JOBID.node-R.json says which supervisor of node R is at work.
 
 [Identity] A folder is taken over only by the same job. With --job-id that is whoever names it. A
 Slurm job that was queued again has a higher SLURM_RESTART_COUNT; a supervisor started again inside

@@ -119,8 +119,8 @@ def read(words: Sequence[str], shape: Shape, keep_replicas: bool, min_degree: in
             keep_replicas=keep_replicas,
             min_degree=min_degree,
         ),
-        save=Path(given.save) if given.save else None,
-        load=Path(given.load) if given.load else None,
+        save=Path(str(given.save)) if given.save else None,
+        load=Path(str(given.load)) if given.load else None,
     )
 
 
