@@ -1,0 +1,75 @@
+"""Who is behind a failure, and what supervisors tell each other through the store."""
+
+import signal
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+from supervised import wait_for
+
+from megatron_ntp.supervisor.attempt import Failure
+from megatron_ntp.supervisor.board import StoreBoard
+from megatron_ntp.supervisor.watch import culprit
+
+
+@pytest.mark.parametrize(
+    ("failures", "rank"),
+    [
+        ([(0, 1), (3, -9), (2, 1)], 3),
+        ([(0, 1), (3, -9), (2, 93)], 2),
+        ([(5, -15), (0, 1)], 5),
+        ([(0, 1), (5, -signal.SIGSEGV)], 5),
+        ([(4, 7)], 4),
+    ],
+)
+def test_ranks_that_lost_a_peer_are_not_behind_it(
+    failures: list[tuple[int, int]], rank: int
+) -> None:
+    assert culprit([Failure(*failure) for failure in failures]).rank == rank
+
+
+def test_failures_are_told_in_words() -> None:
+    assert str(Failure(3, -9)) == "rank 3 was ended by SIGKILL"
+    assert str(Failure(3, 2)) == "rank 3 ended with status 2"
+
+
+@pytest.fixture
+def endpoint() -> tuple[str, int]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return "127.0.0.1", int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def boards() -> Iterator[list[StoreBoard]]:
+    found: list[StoreBoard] = []
+    yield found
+    for board in reversed(found):
+        board.close()
+
+
+def test_status_and_orders_travel_and_silence_is_noticed(
+    endpoint: tuple[str, int], boards: list[StoreBoard]
+) -> None:
+    boards.append(StoreBoard(endpoint, 1, 2))  # a node may be there before node 0
+    boards.append(StoreBoard(endpoint, 0, 2))
+    other, first = boards
+    first.say({"n": 0})
+    other.say({"n": 1})
+    first.give({"kind": "check"})
+    wait_for("the order", lambda: other.order() == {"kind": "check"})
+    wait_for("both", lambda: {r: s.status["n"] for r, s in first.seen().items()} == {0: 0, 1: 1})
+    time.sleep(1.0)
+    assert first.seen()[1].age_s < 1.0 and other.silence_s() < 1.0
+    other.close()
+    wait_for("silence", lambda: first.seen()[1].age_s > 1.0, 10)
+    assert first.seen()[1].status == {"n": 1} and first.seen()[0].age_s == 0
+
+
+def test_an_endpoint_that_is_taken(endpoint: tuple[str, int], boards: list[StoreBoard]) -> None:
+    with socket.socket() as other:
+        other.bind(endpoint)
+        other.listen()
+        with pytest.raises(OSError, match="cannot listen at --rdzv-endpoint"):
+            boards.append(StoreBoard(endpoint, 0, 2))
