@@ -7,13 +7,16 @@ CORES := 0.17.1 0.18.2
 TESTS ?= tests
 
 .DEFAULT_GOAL := help
-.PHONY: help rehearse test test-versions lint types format bench cores venv clean
+.PHONY: help rehearse chaos test test-versions lint types format bench cores venv clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
 
 rehearse: $(READY)  ## lose a GPU in a small CPU job and carry on; figures go to build/
 	$(BIN)/megatron-ntp rehearse $(ARGS)
+
+chaos: $(READY)  ## let 20 faults happen to a small CPU job; every round goes to build/chaos.json
+	$(BIN)/python scripts/chaos.py $(ARGS)
 
 test: lint types cores  ## lint, types, and all tests; on other versions of Megatron in short
 	$(BIN)/python -m pytest $(TESTS) $(ARGS)
