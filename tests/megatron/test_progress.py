@@ -103,12 +103,17 @@ def test_a_rank_is_killed_in_its_step(killed: Path) -> None:
     chosen = choose(list_folder(killed / "saved")).chosen
     assert chosen is not None and chosen.name == "iter_0000002"
     noted = events.read(killed / "events.jsonl")
-    assert [event["event"] for event in noted] == ["faults-armed", "fault-injected"]
+    assert [event["event"] for event in noted] == ["faults-armed", "stepping", "fault-injected"]
+    assert noted[1]["iteration"] == 1
 
 
 def test_the_restart_goes_on_and_is_spared(killed: Path) -> None:
     training = train(killed)
     assert re.search(r"loading .*iter_0000002", training.stdout[0])
+    noted = events.read(killed / "events.jsonl")
+    stepping, trained = noted[-2:]
+    assert (stepping["event"], stepping["iteration"]) == ("stepping", 3)
+    assert (trained["event"], trained["iteration"]) == ("trained", STEPS)
     for beat in beats.read(killed / "beats").values():
         assert (beat.phase, beat.iteration) == ("done", STEPS)
         assert beat.marks["start"] < beat.marks["load"] < beat.marks["train"]
