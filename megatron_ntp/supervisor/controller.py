@@ -92,6 +92,7 @@ class Controller:
 
         self._desk.until(lambda: all_have_reported() or bool(self._desk.signal()), CHECK_DEADLINE_S)
         reported = {r: s for r, s in self._desk.alive().items() if self._has_reported(s)}
+        self._desk.instances = {rank: s.status["instance"] for rank, s in reported.items()}
         return self._desk.reports(reported)
 
     def _has_reported(self, seen: Seen) -> bool:

@@ -24,6 +24,7 @@ class Desk:
 
     Attributes:
         nodes: reports that the last decision was made from, in order of node rank.
+        instances: the supervisors that gave them, by node rank.
         detected_at: when the last fault was seen, of CLOCK_MONOTONIC; None before the first.
     """
 
@@ -41,6 +42,7 @@ class Desk:
         self._session = f"{time.time():.6f}"
         self._host_names: dict[int, str] = {}
         self.nodes: tuple[Node, ...] = ()
+        self.instances: dict[int, str] = {}
         self.detected_at: float | None = None
 
     def give(self, kind: str, **fields: Any) -> None:

@@ -45,7 +45,6 @@ class AttemptWatch:
     ) -> None:
         self._desk, self._number = desk, number
         self._placement, self._members = placement, members
-        self._instances: dict[int, str] = {}
         self._failures: list[Failure] = []
         self._started_at = time.monotonic()
         self._silent_s = 0.0
@@ -136,8 +135,7 @@ class AttemptWatch:
             if one is None or one.age_s > self._desk.options.node_deadline_s:
                 silent_s = self._desk.options.node_deadline_s if one is None else one.age_s
                 return f"node {host} is lost: no sign of its supervisor for {silent_s:.1f} s"
-            instance = one.status["instance"]
-            if self._instances.setdefault(rank, instance) != instance:
+            if one.status["instance"] != self._desk.instances[rank]:
                 return f"node {host} is lost: its supervisor was started anew"
         return ""
 
