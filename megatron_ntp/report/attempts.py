@@ -201,9 +201,9 @@ def _add(attempt: Attempt, event: Event, at: float) -> None:
 
 
 def _count(attempt: Attempt, step: int, at: float) -> None:
-    if step >= 0:
-        attempt.reached = max(step, attempt.reached or 0)
-        attempt.points.append((at, attempt.reached))
+    if step >= 0 and (attempt.reached is None or step > attempt.reached):
+        attempt.reached = step
+        attempt.points.append((at, step))
 
 
 def _measure_stepping(attempt: Attempt) -> None:
