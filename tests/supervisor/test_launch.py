@@ -39,6 +39,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_the_life_of_a_job(tmp_path: Path, started: list[Supervisor]) -> None:
     """A GPU comes back, a rank hangs, the supervisor is killed and started again, all stops."""
     faults, job = tmp_path / "faults.txt", Job(tmp_path)

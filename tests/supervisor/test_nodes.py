@@ -62,6 +62,7 @@ def devices(job: Job, attempt: int) -> dict[str, str]:
     return {name: text.split()[5] for name, text in ranks.items()}
 
 
+@pytest.mark.slow
 def test_two_nodes_with_four_and_three_gpus(
     tmp_path: Path, nodes: list[FakeNode], supervisors: list[Supervisor]
 ) -> None:
