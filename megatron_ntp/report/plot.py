@@ -26,6 +26,7 @@ def draw(found: Report, path: Path) -> None:
         ) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
     with pyplot.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure, axes = pyplot.subplots(figsize=SIZE_INCH, layout="constrained")
@@ -33,7 +34,7 @@ def draw(found: Report, path: Path) -> None:
             _draw_attempt(axes, attempt)
         axes.set_xlim(0, max(found.wall_s, 1.0))
         axes.set_ylim(bottom=0)
-        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("seconds")
         axes.set_ylabel("steps completed")
         goodput = "" if found.goodput is None else f", goodput {found.goodput:.0%}"
