@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron_ntp.doctor.findings import Finding, fail, note, ok, warn
 from megatron_ntp.integration.catalog import ROWS, TESTED
+from megatron_ntp.integration.group_table import global_names, unknown_groups
 from megatron_ntp.patching import checkout as trees
 from megatron_ntp.patching.probe import probe
 from megatron_ntp.patching.rows import PatchError
@@ -92,7 +93,21 @@ def _tree(subject: str, root: Path) -> list[Finding]:
             )
         )
         return findings
-    return [*findings, *_patches(root, version)]
+    return [*findings, *_patches(root, version), *_groups(root)]
+
+
+def _groups(root: Path) -> list[Finding]:
+    """Process groups of this Megatron that have no place in a nonuniform job yet."""
+    path = root / "megatron" / "core" / "parallel_state.py"
+    if not path.is_file():
+        return []  # the functions that are patched in it are missing, which is said
+    try:
+        unknown = unknown_groups(global_names(path.read_text(encoding="utf-8")))
+    except (OSError, SyntaxError, ValueError) as error:
+        return [fail("process groups", f"cannot be read from {path}: {error}", _MAINTAINERS)]
+    if not unknown:
+        return []
+    return [fail("process groups", f"not known: {', '.join(unknown)}", _MAINTAINERS)]
 
 
 def _patches(root: Path, version: str) -> list[Finding]:

@@ -17,69 +17,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_ntp.comm.groups import Membership, create_groups
-from megatron_ntp.errors import NTPError, PlanTopologyError
+from megatron_ntp.errors import PlanTopologyError, StartError
 from megatron_ntp.integration import context
+from megatron_ntp.integration.group_table import CORE_WORLD, GLOBALS, unknown_groups
 from megatron_ntp.integration.meeting import meet
 from megatron_ntp.plan.topology import Topology
 
 RESHARD = "reshard"
 CORE_REPLICA = "core-replica"
-CORE_WORLD = "core-world"
-
-# parallel_state global -> (kind of group, "group" or "ranks"). None: stays unset, as in a Megatron
-# run without that feature.
-_GLOBALS: dict[str, tuple[str, str] | None] = {
-    "_TENSOR_MODEL_PARALLEL_GROUP": ("tp", "group"),
-    "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": ("tp", "ranks"),
-    "_PIPELINE_MODEL_PARALLEL_GROUP": ("pp", "group"),
-    "_PIPELINE_GLOBAL_RANKS": ("pp", "ranks"),
-    "_MODEL_PARALLEL_GROUP": ("mp", "group"),
-    "_MODEL_PARALLEL_GLOBAL_RANKS": ("mp", "ranks"),
-    "_EMBEDDING_GROUP": ("alone", "group"),
-    "_EMBEDDING_GLOBAL_RANKS": ("alone", "ranks"),
-    "_POSITION_EMBEDDING_GROUP": ("alone", "group"),
-    "_POSITION_EMBEDDING_GLOBAL_RANKS": ("alone", "ranks"),
-    "_DATA_PARALLEL_GROUP": ("dp", "group"),
-    "_DATA_PARALLEL_GROUP_GLOO": ("dp-gloo", "group"),
-    "_DATA_PARALLEL_GLOBAL_RANKS": ("dp", "ranks"),
-    "_DATA_PARALLEL_GROUP_WITH_CP": ("dp", "group"),
-    "_DATA_PARALLEL_GROUP_WITH_CP_GLOO": ("dp-gloo", "group"),
-    "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": ("dp", "ranks"),
-    "_DATA_PARALLEL_GROUP_WITH_CP_AG": None,
-    "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": ("dp", "group"),
-    "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": ("dp", "group"),
-    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": ("dp", "group"),
-    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO": ("dp-gloo", "group"),
-    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": ("dp", "group"),
-    "_INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": None,
-    "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": (CORE_WORLD, "group"),
-    "_INTER_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": None,
-    "_GTP_WEIGHT_REMAT_GROUP": ("alone", "group"),
-    "_GTP_WEIGHT_REMAT_GLOBAL_RANKS": ("alone", "ranks"),
-    "_CONTEXT_PARALLEL_GROUP": ("alone", "group"),
-    "_CONTEXT_PARALLEL_GLOBAL_RANKS": ("alone", "ranks"),
-    "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS": None,
-    "_HYBRID_DP_CP_GROUPS": None,
-    "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": ("tp", "group"),
-    "_TENSOR_AND_DATA_PARALLEL_GROUP": ("world", "group"),
-    "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": ("world", "group"),
-    "_EXPERT_MODEL_PARALLEL_GROUP": ("alone", "group"),
-    "_EXPERT_MODEL_PARALLEL_RANKS": ("alone", "ranks"),
-    "_EXPERT_TENSOR_PARALLEL_GROUP": ("tp", "group"),
-    "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": ("tp", "group"),
-    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": ("mp", "group"),
-    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP": ("mp", "group"),
-    "_EXPERT_GTP_WEIGHT_REMAT_GROUP": ("alone", "group"),
-    "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS": ("alone", "ranks"),
-    "_EXPERT_DATA_PARALLEL_GROUP": ("dp", "group"),
-    "_EXPERT_DATA_PARALLEL_GROUP_GLOO": ("dp-gloo", "group"),
-    "_EXPERT_DATA_PARALLEL_GROUP_AG": None,
-    "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": ("dp", "group"),
-    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": ("dp", "group"),
-    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO": ("dp-gloo", "group"),
-    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": ("dp", "group"),
-    "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": None,
-}
 
 
 def group_kinds(topology: Topology, gloo: bool) -> dict[str, tuple[tuple[int, ...], ...]]:
@@ -139,7 +84,7 @@ def set_globals(
     groups: dict[str, Membership], dp_rank: int, num_replicas: int, is_extra: bool
 ) -> None:
     """Writes the groups into Megatron's module globals of the installed version."""
-    for name, source in _GLOBALS.items():
+    for name, source in GLOBALS.items():
         if source is None or not hasattr(parallel_state, name):
             continue
         kind, part = source
@@ -166,15 +111,12 @@ def destroy_model_parallel(original: Callable[[], None]) -> None:
 
 
 def _check_known_globals() -> None:
-    unknown = [
-        name
-        for name in vars(parallel_state)
-        if name.startswith("_") and "_GROUP" in name and name.isupper() and name not in _GLOBALS
-    ]
+    unknown = unknown_groups(vars(parallel_state))
     if unknown:
-        raise NTPError(
-            f"this Megatron has process groups that megatron-ntp does not know: {unknown}. Use a "
-            "tested version (see `megatron-ntp patches`), or add them to parallel_state._GLOBALS"
+        raise StartError(
+            f"this Megatron has process groups that megatron-ntp does not know: "
+            f"{', '.join(unknown)}. Use a tested version; docs/maintainers.md tells how a new one "
+            "is supported (the groups go into integration/group_table.py)"
         )
 
 

@@ -372,6 +372,18 @@ def test_plans_that_differ_between_ranks(tmp_path: Path) -> None:
     assert "degrees" in error and "on rank 1" in error and "on rank 0" in error
 
 
+def add_a_group() -> None:
+    from megatron.core import parallel_state
+
+    parallel_state._NEW_PARALLEL_GROUPS = {}  # type: ignore[attr-defined]
+
+
+def test_a_megatron_with_process_groups_that_are_not_known() -> None:
+    run = run_training(NTP, 3, before=add_a_group, check=False, grace_s=30)
+    error = single_error(run, expected=[2, 2, 2])
+    assert "process groups that megatron-ntp does not know: _NEW_PARALLEL_GROUPS" in error
+
+
 # --- launchers that count otherwise -------------------------------------------------------------
 
 

@@ -155,6 +155,18 @@ def test_a_tree_whose_targets_are_gone(tmp_path: Path) -> None:
     assert "docs/maintainers.md" in found
 
 
+def test_process_groups_that_are_not_known(tmp_path: Path) -> None:
+    tree = make_tree(tmp_path / "m")
+    source = tree / "megatron" / "core" / "parallel_state.py"
+    source.write_text("_DATA_PARALLEL_GROUP = None\n_MPU_RANK = 1\n")
+    assert "process groups" not in text(megatron.check_megatron(tree))
+    source.write_text(
+        "_DATA_PARALLEL_GROUP = None\n_NEW_GROUPS = {}\n_OTHER_GROUP: int | None = None\n"
+    )
+    found = text(megatron.check_megatron(tree))
+    assert "process groups: FAIL: not known: _NEW_GROUPS, _OTHER_GROUP" in found
+
+
 def test_an_untested_version_is_said_once(tmp_path: Path) -> None:
     found = megatron.check_megatron(make_tree(tmp_path / "m", (0, 25, 0)))
     assert "0.25.0" in text(found) and "was never tested" in text(found)
