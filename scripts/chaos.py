@@ -119,9 +119,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _numbers(text: str) -> list[int]:
-    """`3-5,8` -> 3, 4, 5, 8."""
+    """`3-5,8` -> 3, 4, 5, 8; empty: none."""
     numbers: list[int] = []
-    for part in text.split(","):
+    for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
         numbers += range(int(first), int(last or first) + 1)
     return numbers
