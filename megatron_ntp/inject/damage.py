@@ -15,6 +15,8 @@ from megatron_ntp.errors import CheckpointError
 from megatron_ntp.inject.grammar import How
 
 _KEPT_SHARE = 0.6
+_NUMBER_NBYTES, _HIGH_BYTE = 4, 3  # of fp32, and of two bf16
+_EXPONENT_BIT = 0x40
 _ZIP_LENGTHS_AT = 26  # in a member's local header: lengths of its name and of what follows it
 
 
@@ -46,7 +48,7 @@ def _truncate(checkpoint: Checkpoint) -> str:
 
 
 def _flip(checkpoint: Checkpoint) -> str:
-    """One bit in the middle of the largest stored tensor: sizes and metadata stay right."""
+    """The high bit of an exponent amid the largest tensor: all sizes stay, a weight explodes."""
     assert checkpoint.stored is not None
     tensors = [item for item in checkpoint.stored.items if item.offsets is not None]
     item = max(tensors, key=lambda stored: stored.nbytes)
@@ -55,7 +57,7 @@ def _flip(checkpoint: Checkpoint) -> str:
         file.seek(at)
         (byte,) = file.read(1)
         file.seek(at)
-        file.write(bytes([byte ^ 1]))
+        file.write(bytes([byte ^ _EXPONENT_BIT]))
     return f"flipped a bit of {item.key} in {checkpoint.name}/{item.file}"
 
 
@@ -66,4 +68,4 @@ def _middle_of_numbers(archive: Window) -> int:
     archive.seek(largest.header_offset + _ZIP_LENGTHS_AT)
     name_nbytes, extra_nbytes = struct.unpack("<HH", archive.read(4))
     start = largest.header_offset + _ZIP_LENGTHS_AT + 4 + name_nbytes + extra_nbytes
-    return int(start + largest.file_size // 2)
+    return int(start + largest.file_size // 2 // _NUMBER_NBYTES * _NUMBER_NBYTES + _HIGH_BYTE)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import checkpoints
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from megatron_ntp import events
 from megatron_ntp.beats import ENV as BEATS
@@ -170,7 +172,13 @@ def test_a_truncated_checkpoint_is_found_by_its_size(saved: Path) -> None:
 
 def test_a_flipped_bit_is_found_by_content_only(saved: Path) -> None:
     before = {path: path.stat().st_size for path in saved.rglob("*") if path.is_file()}
-    assert "flipped a bit of" in damage(saved, How.FLIP)
+    told = damage(saved, How.FLIP)
+    key = told.removeprefix("flipped a bit of ").partition(" in ")[0]
+    whole = {"decoder.weight": (12, 8), "embedding.word_embeddings.weight": (16, 8)}[key]
+    loaded = {key: torch.empty(whole)}
+    dcp.load(loaded, checkpoint_id=str(saved / "iter_0000008"), no_dist=True)
+    stored = torch.arange(float(loaded[key].numel())).view(whole)
+    assert float((loaded[key] - stored).abs().max()) > 1.0, "a bit that matters"
     assert {path: path.stat().st_size for path in before} == before
     assert examine(Candidate(saved / "iter_0000008", 8)).is_whole
     assert problems(saved, "iter_0000008")
