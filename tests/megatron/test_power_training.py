@@ -284,7 +284,8 @@ def test_signal_to_the_rank_that_boosts(site: Site, number: str) -> None:
 def test_signal_that_megatron_handles(site: Site) -> None:
     """Here with gradient sync under the backward pass, of which only the rest is waited for."""
     save = ["--save", str(site.folder / "saved"), "--save-interval", "100", "--exit-signal-handler"]
-    flags = [*LONG, *site.power, *save, *DISTRIBUTED, *OVERLAP]
+    layout = [*DISTRIBUTED, *OVERLAP, "--dist-ckpt-optim-fully-reshardable"]
+    flags = [*LONG, *site.power, *save, *layout]
     run = site.run(*flags, lag=LAG, end="SIGTERM")
     assert run.statuses == [0, 0, 0] and 2 < len(run.losses) < 60
     assert (site.folder / "saved" / "latest_checkpointed_iteration.txt").exists()
