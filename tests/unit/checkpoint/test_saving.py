@@ -63,10 +63,16 @@ def test_a_reduced_job_must_save_what_it_can_load(tmp_path: Path) -> None:
 
 def test_an_overwritten_checkpoint_does_not_count_while_it_is_written(tmp_path: Path) -> None:
     path = Maker(tmp_path).save(7)
-    with saving.guarded(job(rank=1), arguments(tmp_path), 7):
-        assert (path / "metadata.json").exists()
-    with saving.guarded(job(), arguments(tmp_path), 7):
-        assert not (path / "metadata.json").exists()
+    saving.prepare(job(rank=1), path)
+    assert (path / "metadata.json").exists()
+    saving.prepare(job(), path)
+    assert not (path / "metadata.json").exists()
+    saving.prepare(job(), path)
+
+
+def test_of_saves_in_the_background_the_oldest_fails_first(tmp_path: Path) -> None:
+    saves = [Maker(tmp_path).save(2), tmp_path / "iter_0000004", tmp_path / "iter_0000006"]
+    assert saving.oldest_unfinished(saves) == saves[1]
 
 
 def wrapped(error: Exception) -> Exception:
@@ -87,7 +93,7 @@ def test_a_failing_disk_is_told_as_that(tmp_path: Path, wrap: Any, number: int, 
     cause = OSError(number, words, "file")
     with (
         pytest.raises(CheckpointError) as caught,
-        saving.guarded(job(), arguments(tmp_path), 10),
+        saving.guarded(tmp_path / "iter_0000010"),
     ):
         raise wrap(cause)
     message = str(caught.value)
@@ -104,7 +110,7 @@ def test_ranks_that_only_hear_of_it_find_the_full_disk_themselves(
     for error in (CheckpointException("write", {}), wrapped(OSError(errno.ENOSPC, "No space"))):
         with (
             pytest.raises(CheckpointError) as caught,
-            saving.guarded(job(), arguments(tmp_path), 10),
+            saving.guarded(tmp_path / "iter_0000010"),
         ):
             raise error
         messages.add(str(caught.value))
@@ -115,7 +121,7 @@ def test_ranks_that_only_hear_of_it_find_the_full_disk_themselves(
 def test_other_errors_stay_what_they_are(tmp_path: Path) -> None:
     with (
         pytest.raises(KeyError, match="a bug"),
-        saving.guarded(job(), arguments(tmp_path), 10),
+        saving.guarded(tmp_path / "iter_0000010"),
     ):
         raise KeyError("a bug")
 
