@@ -21,7 +21,6 @@ setup(
     # megatron-core ships its training loop from 0.17 on, and no wheel of it is for Python 3.14.
     python_requires=">=3.12,<3.14",
     install_requires=[
-        "megatron-core>=0.17,<0.20",
         "nvidia-ml-py",
         "psutil",  # Megatron's training loop and checkpoints import it
         "packaging",
@@ -29,7 +28,9 @@ setup(
         "pyyaml",
         "torch>=2.6",
     ],
+    # Not a requirement: whoever trains has a Megatron, often a checkout, and must not get a second.
     extras_require={
+        "megatron": ["megatron-core>=0.17,<0.20"],
         "dev": ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff"],
         "plot": ["matplotlib"],
         "te": ["transformer-engine[pytorch]"],

@@ -67,5 +67,5 @@ fi
 
 started=$SECONDS
 "$venv/bin/python" -m pip install "${quiet[@]}" --disable-pip-version-check \
-    --editable '.[dev,plot]'
+    --editable '.[megatron,dev,plot]'
 echo "$venv is ready after $((SECONDS - started)) s"
