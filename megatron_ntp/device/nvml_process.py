@@ -12,6 +12,7 @@ until no write can land any more (see state.Claim).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -223,11 +224,17 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the keeper still has limits to restore
     connection = socket.socket(fileno=os.dup(0))
     nvml, held = Nvml(), dict[int, int]()
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the caller was killed
+        _serve(nvml, held, connection)
+    return 0
+
+
+def _serve(nvml: Nvml, held: dict[int, int], connection: socket.socket) -> None:
     connection.send(_READY)
     while True:
         data, fds, _flags, _address = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 1)
         if not data:
-            return 0
+            return
         message = json.loads(data)
         if "method" in message:
             connection.send(json.dumps(_answer(nvml, message)).encode())

@@ -213,18 +213,11 @@ class NodeAttempt:
         for process in running:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.1, give_up_at - time.monotonic()))
-        seen: set[int] = set()
-
-        def find() -> set[int]:
-            found = processes.of_attempt(self._owner)
-            seen.update(found)
-            return found
-
-        left = processes.kill_all(find, _GIVE_UP_S)
+        left = processes.kill_all(lambda: processes.of_attempt(self._owner), _GIVE_UP_S)
         for process in self._running.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(1.0)
-        processes.reap(seen - {process.pid for process in self._running.values()})
+        processes.reap_adopted([process.pid for process in self._running.values()])
         shutil.rmtree(self._beats, ignore_errors=True)
         self.is_over = True
         return left

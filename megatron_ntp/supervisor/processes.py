@@ -18,6 +18,7 @@ from dataclasses import dataclass
 OWNER_ENV = "MEGATRON_NTP_OWNER"
 RANKS, HELPERS = "ranks", "helpers"
 _POLL_S = 0.02
+_SEEN_TWICE_S = 0.2
 _GONE = frozenset("ZX")
 
 
@@ -126,8 +127,21 @@ def kill_all(find: Callable[[], set[int]], give_up_s: float) -> set[int]:
         time.sleep(_POLL_S)
 
 
-def reap(pids: Collection[int]) -> None:
-    """Takes the status of those that are adopted children and have ended."""
-    for pid in pids:
+def reap_adopted(started: Collection[int]) -> None:
+    """Takes the status of adopted children that have ended.
+
+    `started` are this process's own children, whose status somebody still asks for. Any other own
+    child is waited for by a thread at once, so it is not seen twice.
+    """
+    ended = _ended_children() - set(started)
+    if ended:
+        time.sleep(_SEEN_TWICE_S)
+    for pid in ended & _ended_children():
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
+
+
+def _ended_children() -> set[int]:
+    found = {pid: stat(pid) for pid in _pids()}
+    me = os.getpid()
+    return {pid for pid, s in found.items() if s and s.state == "Z" and s.parent == me}
