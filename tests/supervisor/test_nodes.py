@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fake_nvml import FakeNode
+from ranks import free_port
 from supervised import Job, Supervisor, wait_for
 
 if shutil.which("gcc") is None:
     pytest.skip("needs gcc, to build libnvidia-ml.so.1", allow_module_level=True)
 
 TRAIN = "-m train --ntp --save ckpt --load ckpt --exit-signal-handler"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
