@@ -42,10 +42,14 @@ DEADLINE_S = 240.0
 POLL_S = 0.02
 HOST = "n1"
 LEFT_WAIT_S = 10.0
-LAUNCH = f"""
-    --gpus-per-node {NUM_RANKS} --job-id job --faults faults.txt --keep-replicas --stop-grace 2
-    --backoff 0.5 --health-interval 1 --hang-step 10 --hang-save 20
-"""
+
+
+def launch_words(num_gpus: int) -> str:
+    """Options of the supervisor, for a node of so many GPUs."""
+    return f"""
+        --gpus-per-node {num_gpus} --job-id job --faults faults.txt --keep-replicas --stop-grace 2
+        --backoff 0.5 --health-interval 1 --hang-step 10 --hang-save 20
+    """
 
 
 @dataclass
@@ -132,7 +136,9 @@ class Round:
             *("--ntp", "--ntp-checkpoint-check", "content"),
             *(("--ntp-inject", self._fault.inject) if self._fault.inject else ()),
         ]
-        self._supervisor = Supervisor(self._folder, LAUNCH, " ".join(train), self._environ)
+        self._supervisor = Supervisor(
+            self._folder, launch_words(NUM_RANKS), " ".join(train), self._environ
+        )
 
     def _follow(self, started: float) -> int | None:
         """The status that the job ends with; None if it does not end in time."""
