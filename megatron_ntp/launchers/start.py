@@ -8,6 +8,8 @@ SIGTERM and SIGINT to this process stop the ranks at once.
 
 [Status] srun reports the highest status of all nodes, which may be that of a rank that was ended
 because another one failed. So each node also leaves its own in a file `exit.HOST`.
+
+[Remains] Nothing that ranks have started outlives this process, unless it is killed itself.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from types import FrameType
 
 from megatron_ntp.errors import UnsupportedFlagError
 from megatron_ntp.launchers.nodes import Agent, Placement
+from megatron_ntp.launchers.parent import adopt_orphans
 from megatron_ntp.launchers.rank import log_name
 
 POLL_S = 0.2
@@ -98,12 +101,14 @@ class NodeRun:
 
     def run(self, environ: Mapping[str, str]) -> int:
         """Start, watch, end; returns the status of this node. Called once."""
+        adopt_orphans()
         signal.signal(signal.SIGUSR1, self._on_signal)
         for number in _STOP_SIGNALS:
             signal.signal(number, self._on_signal)
         for agent_rank, agent in self._agents:
             self._start(agent_rank, agent, environ)
         status = self._watch()
+        _end_descendants()
         (self._logs / f"exit.{self._host}").write_text(f"{status}\n")
         if status and not self._stop_requested:
             self._print_tail()
@@ -199,3 +204,14 @@ def tail_with_error(paths: Sequence[Path]) -> str | None:
 
 def _ignore_save_signal() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def _end_descendants() -> None:
+    """What ranks have left, such as the checkpoint writers of one that was killed."""
+    import psutil
+
+    left = psutil.Process().children(recursive=True)
+    for process in left:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(left, timeout=POLL_S)

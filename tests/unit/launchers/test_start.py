@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_ntp.errors import UnsupportedFlagError
@@ -114,10 +115,16 @@ print(*(os.environ[name] for name in names), *sys.argv[1:], flush=True)
 
 @pytest.mark.slow
 def test_signals_and_statuses(tmp_path: Path) -> None:
-    """SIGUSR1 asks ranks to save; the node of a rank that ends with 93 says so."""
+    """SIGUSR1 asks ranks to save; the node of a rank that ends with 93 says so.
+
+    What a rank has left behind, as a killed one leaves its checkpoint writer, ends with the node.
+    """
     script = """
-import os, signal, sys, time
+import os, pathlib, signal, subprocess, sys, time
 rank = int(os.environ["RANK"])
+if rank == 0:
+    left = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    pathlib.Path("left").write_text(str(left.pid))
 def saved(number, frame):
     print("saved", flush=True)
     sys.exit(93 if rank == 0 else 0)
@@ -138,6 +145,7 @@ time.sleep(200)
         assert path.read_text() == "ready True\nsaved\n"
     assert log(tmp_path, "exit.n1") == "93\n" and nodes["n1"].returncode == 93
     assert log(tmp_path, "exit.n2") == "0\n" and nodes["n2"].returncode == 0
+    assert not psutil.pid_exists(int((tmp_path / "left").read_text()))
     assert "rank 0" in output["n1"] and "ended with status 93" in output["n1"]
 
 
