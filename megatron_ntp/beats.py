@@ -22,7 +22,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-ENV = "MEGATRON_NTP_BEATS"
+from megatron_ntp.environment import BEATS_ENV
+
+ENV = BEATS_ENV
 """Names the folder to ranks. Set by the supervisor, which makes a new folder for each attempt."""
 
 PHASES = ("start", "load", "train", "save", "done")

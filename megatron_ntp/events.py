@@ -32,7 +32,9 @@ import warnings
 from datetime import UTC, datetime
 from typing import Any
 
-ENV = "MEGATRON_NTP_EVENTS"
+from megatron_ntp.environment import EVENTS_ENV
+
+ENV = EVENTS_ENV
 """Names the log to ranks, which note injected faults there. Set by the supervisor."""
 
 

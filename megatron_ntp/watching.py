@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from megatron_ntp import beats, events
+from megatron_ntp.environment import BEATS_ENV, EVENTS_ENV
 
 _FAULT_FLAGS = ("--ntp-inject", "--ntp-config")  # a settings file may ask for faults, too
 
@@ -28,16 +28,16 @@ def begin(words: Sequence[str]) -> None:
     """
     global _begun
     has_faults = "--ntp" in words and any(word.startswith(_FAULT_FLAGS) for word in words)
-    if _begun or not (has_faults or beats.ENV in os.environ):
+    if _begun or not (has_faults or BEATS_ENV in os.environ):
         return
     from megatron_ntp.integration import progress
 
     if not progress.is_rank():
         return
     _begun = True
-    if beats.ENV in os.environ:
+    if BEATS_ENV in os.environ:
         progress.report_beats()
-        if events.ENV in os.environ:
+        if EVENTS_ENV in os.environ:
             progress.report_events()
     if has_faults:
         from megatron_ntp.inject.firing import from_command_line

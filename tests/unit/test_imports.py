@@ -14,10 +14,11 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megatron_ntp"
 # command line and what it starts) are on top. The package itself may be imported by all, for its
 # version, and may reach for anything inside its functions.
 LEVELS = {
-    "beats": 0,
+    "environment": 0,
     "errors": 0,
-    "events": 0,
+    "beats": 1,
     "checkpoint": 1,
+    "events": 1,
     "plan": 1,
     "comm": 2,
     "cpu_runtime": 2,
@@ -36,6 +37,7 @@ NEVER_IMPORT_TORCH = {
     "cli",
     "device",
     "doctor",
+    "environment",
     "errors",
     "events",
     "flags",
