@@ -305,7 +305,9 @@ def test_a_disk_that_fills_in_the_background_is_one_error(
     argv = ("--load", saved, "--ckpt-step", "2", "--save", path, *BACKGROUND)
     found = ours("2,1", *argv, core=core, before=fork_workers, check=False)
     error = single_error(found)
-    assert f"{path / 'iter_0000006'} could not be saved: no space is left on the disk" in error
+    # The disk is full in the save of iteration 6, which may be noticed as that of 8 begins.
+    told = rf"{path}/iter_000000[68] could not be saved: no space is left on the disk"
+    assert re.search(told, error), error
     assert "the newest whole one is iter_0000004" in error
     choice = choose(list_folder(path))
     assert choice.chosen is not None
