@@ -1,6 +1,6 @@
 """Lets faults happen to a real training job, round by round, and looks whether it comes back.
 
-    make chaos                                # 20 rounds, some 20 minutes on two cores
+    make chaos                                # 20 rounds, ten to twenty minutes on two cores
     make chaos ARGS="--seed 3 --rounds 5"
 
 Each round trains a tiny GPT on CPU ranks through `megatron-ntp launch`, and meets one fault. It
@@ -154,7 +154,7 @@ def _reference(folder: Path, degrees: str) -> Reference:
 
 def line(number: int, num_rounds: int, outcome: dict[str, Any]) -> str:
     """One round for people."""
-    head = f"round {number + 1:2d}/{num_rounds}  {outcome['fault']:<36}"
+    head = f"round {number + 1:2d}/{num_rounds}  {outcome['fault']:<38}"
     if outcome["problems"]:
         return f"{head}FAILED ({outcome['detail']}): {'; '.join(outcome['problems'])}"
     return (
