@@ -239,8 +239,8 @@ def wanted_replicas(num_nodes: int, shape: Shape) -> int:
             )
     if wanted * shape.slots_per_replica > available:
         raise PlanTopologyError(
-            f"{wanted} replicas of {shape.slots_per_replica} GPUs do not fit "
-            f"{num_nodes} whole nodes of {shape.gpus_per_node}"
+            f"{wanted} replicas of {shape.slots_per_replica} GPUs do not fit {num_nodes} nodes of "
+            f"{shape.gpus_per_node}. Ask for more nodes or fewer replicas"
         )
     return wanted
 
@@ -252,8 +252,8 @@ def _choose(nodes: Sequence[Node], shape: Shape) -> list[int]:
     needed, rest = divmod(wanted * shape.slots_per_replica, shape.gpus_per_node)
     if rest:
         raise PlanTopologyError(
-            f"{wanted} replicas of {shape.slots_per_replica} GPUs do not fit "
-            f"{len(nodes)} whole nodes of {shape.gpus_per_node}"
+            f"{wanted} replicas of {shape.slots_per_replica} GPUs do not fill whole nodes of "
+            f"{shape.gpus_per_node}. Choose a number that does"
         )
     units = node_sets(nodes, size)
     if len(units) * size < needed:

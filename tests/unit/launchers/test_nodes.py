@@ -114,7 +114,7 @@ def test_devices_keep_the_names_they_were_reported_with() -> None:
         ([node("a", 2)] * 0, Shape(2, gpus_per_node=2), "no multiple"),
         ([node(h, 2) for h in "abc"], Shape(4, gpus_per_node=2), "the nodes left over are spares"),
         ([node("a", 2)], Shape(2, gpus_per_node=2, num_replicas=2), "do not fit"),
-        ([node(h, 4) for h in "ab"], Shape(2, gpus_per_node=4, num_replicas=3), "do not fit"),
+        ([node(h, 4) for h in "ab"], Shape(2, gpus_per_node=4, num_replicas=3), "do not fill"),
         ([node("a", 2, "01"), node("b", 2)], Shape(2, gpus_per_node=2), "Drop the replica"),
     ],
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ranks import free_port
 
 from megatron_ntp.errors import UnsupportedFlagError
 from megatron_ntp.launchers import command
@@ -80,14 +81,6 @@ def start(
         )
         for host in ("n1", "n2")
     }
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def log(tmp_path: Path, name: str) -> str:
