@@ -164,9 +164,10 @@ def _check_gpu(
     said: Mapping[str, Finding],
 ) -> GpuHealth:
     index, uuid = identity.index, identity.uuid
-    if uuid is None:
+    if uuid is None:  # whatever the fault: no program can use what cannot be asked its name
         assert identity.fault is not None
-        return GpuHealth(index, None, findings=(_of_fault(options, identity.fault),))
+        nameless = _of_fault(options, identity.fault, least=Verdict.DEAD)
+        return GpuHealth(index, None, findings=(nameless,))
     numbers = {event.xid for event in heard if event.uuid == uuid}
     numbers |= {e.xid for e in logged if xids.same_device(e.pci_bus_id, identity.pci_bus_id)}
     findings = [_of_xid(options, xid) for xid in sorted(numbers) if xid not in xids.APPLICATION]
@@ -183,9 +184,11 @@ def _check_gpu(
     return GpuHealth(index, uuid, identity.name, identity.pci_bus_id, tuple(findings), pids)
 
 
-def _of_fault(options: HealthOptions, fault: Fault, detail: str = "") -> Finding:
+def _of_fault(
+    options: HealthOptions, fault: Fault, detail: str = "", least: Verdict | None = None
+) -> Finding:
     reasons = {Fault.LOST: "lost", Fault.TIMEOUT: "hangs", Fault.NOT_FOUND: "not-present"}
-    return options.finding(reasons.get(fault, "unreadable"), detail or fault.value)
+    return options.finding(reasons.get(fault, "unreadable"), detail or fault.value, least)
 
 
 def _of_xid(options: HealthOptions, xid: int) -> Finding:
@@ -286,6 +289,7 @@ class HealthWatch:
         except DeviceError:
             self._listening = False  # check_node meets the same fault and names it
         health = check_node(self._layer, self._options, self._heard)
-        if any(f.reason == "hangs" for gpu in health.gpus for f in gpu.findings):
+        findings = [*health.findings, *(f for gpu in health.gpus for f in gpu.findings)]
+        if any(finding.reason in ("hangs", "driver") for finding in findings):
             self._listening = False  # the process that listened was given up
         return health

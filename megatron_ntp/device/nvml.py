@@ -15,6 +15,7 @@ import enum
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import pynvml
@@ -198,11 +199,12 @@ class Nvml:
         if mode is None or mode[0] == 0:
             return ()
         found = []
-        for slot in range(int(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle))):
+        num_slots = _if_supported(lambda: pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)) or 0
+        for slot in range(int(num_slots)):
             try:
                 mig = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot)
-            except pynvml.NVMLError_NotFound:
-                continue
+            except (pynvml.NVMLError_NotFound, pynvml.NVMLError_NoPermission):
+                continue  # no slice there, or one that this container does not see
             found.append(str(pynvml.nvmlDeviceGetUUID(mig)))
         return tuple(found)
 
@@ -293,7 +295,7 @@ class Nvml:
                 links_total=len(links),
                 reasons=_reasons(handle),
                 temperature_c=_temperature_c(handle),
-                pids=_pids(handle),
+                pids=_if_supported(lambda: _pids(handle)) or (),
             )
 
     def pids(self, uuid: str) -> tuple[int, ...]:
@@ -302,20 +304,32 @@ class Nvml:
             return _pids(handle)
 
     def watch_xids(self, uuids: tuple[str, ...]) -> None:
-        """Starts to listen. NVML keeps no history: only XIDs from now on are seen."""
+        """Starts to listen. NVML keeps no history: only XIDs from now on are seen.
+
+        Boards that have no such events are left out.
+        """
         self._ready()
-        with _nvml_call("nvmlEventSetCreate"):
-            self._event_set = pynvml.nvmlEventSetCreate()
+        if self._event_set is None:
+            with _nvml_call("nvmlEventSetCreate"):
+                self._event_set = pynvml.nvmlEventSetCreate()
+        wanted = pynvml.nvmlEventTypeXidCriticalError
         for uuid in uuids:
             handle = self._handle(uuid)
             with _nvml_call("nvmlDeviceRegisterEvents", uuid):
-                wanted = pynvml.nvmlEventTypeXidCriticalError
-                pynvml.nvmlDeviceRegisterEvents(handle, wanted, self._event_set)
+                _if_supported(
+                    partial(pynvml.nvmlDeviceRegisterEvents, handle, wanted, self._event_set)
+                )
 
     def xids(self) -> tuple[XidEvent, ...]:
-        """Those that came in since the last call."""
+        """Those that came in since the last call.
+
+        Raises:
+            DeviceError: nobody listens, in this process.
+        """
+        if self._event_set is None:
+            raise DeviceError(Fault.FAILED, "XIDs are not listened to: call watch_xids first")
         found: list[XidEvent] = []
-        while self._event_set is not None:
+        while True:
             with _nvml_call("XID events"):
                 try:
                     event = pynvml.nvmlEventSetWait_v2(self._event_set, 0)
@@ -329,7 +343,11 @@ class Nvml:
 def _if_supported[T](read: Callable[[], T]) -> T | None:
     try:
         return read()
-    except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound):
+    except (
+        pynvml.NVMLError_NotSupported,
+        pynvml.NVMLError_FunctionNotFound,  # the driver is older
+        pynvml.NVMLError_NoPermission,  # as of a board's processes where MIG is on
+    ):
         return None
 
 
@@ -361,8 +379,13 @@ def _link_states(handle: Any) -> Iterator[bool]:
     for link in range(int(pynvml.NVML_NVLINK_MAX_LINKS)):
         try:
             yield bool(pynvml.nvmlDeviceGetNvLinkState(handle, link))
-        except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_InvalidArgument):
-            return  # past the last link of this board
+        except (
+            pynvml.NVMLError_NotSupported,
+            pynvml.NVMLError_InvalidArgument,  # past the last link of this board
+            pynvml.NVMLError_FunctionNotFound,
+            pynvml.NVMLError_NoPermission,
+        ):
+            return
 
 
 def _field(handle: Any, field: int, scope: int = 0) -> int | None:

@@ -98,6 +98,23 @@ def test_lost_and_missing_gpus(node: FakeNode, layer: DeviceLayer) -> None:
     assert len(found.uuids(Verdict.OK)) == 6
 
 
+def test_a_gpu_without_a_name_is_dead_whatever_its_fault(
+    node: FakeNode, layer: DeviceLayer
+) -> None:
+    """NVML often answers for a dead GPU with its "unknown error"."""
+    node.add_rule("nvmlDeviceGetUUID", gpu=3, result=999)
+    gpu = one(layer, 3)
+    assert (gpu.uuid, reasons(gpu), gpu.verdict) == (None, ["unreadable"], Verdict.DEAD)
+
+
+def test_what_may_not_be_read_hides_nothing_else(node: FakeNode, layer: DeviceLayer) -> None:
+    """As where MIG is on: processes of the board are for root."""
+    for name in ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetNvLinkState"):
+        node.add_rule(name, gpu=3, result=4)
+    node.gpu(3).remap_failure = 1
+    assert reasons(one(layer, 3)) == ["row-remap-failure"]
+
+
 def test_processes_matter_only_between_attempts(node: FakeNode, layer: DeviceLayer) -> None:
     node.gpu(2).set_processes(41, 42)
     assert one(layer, 2).verdict is Verdict.OK and one(layer, 2).pids == (41, 42)
@@ -149,6 +166,26 @@ def test_watch_goes_on_listening_after_a_hang(node: FakeNode, process_layer: Nvm
     node.add_rule("nvmlDeviceGetTotalEccErrors", gpu=3, hang_ms=600_000, times=1)
     assert watch.poll().gpus[3].verdict is Verdict.DEAD
     assert watch.poll().gpus[3].verdict is Verdict.OK
+    node.gpu(5).raise_xid(79)
+    assert watch.poll().gpus[5].verdict is Verdict.DEAD
+
+
+def test_watch_goes_on_listening_after_the_driver_hung(
+    node: FakeNode, process_layer: NvmlProcess
+) -> None:
+    watch = HealthWatch(process_layer, NO_LOG)
+    watch.poll()
+    node.add_rule("nvmlDeviceGetCount_v2", hang_ms=600_000, times=1)
+    assert [finding.reason for finding in watch.poll().findings] == ["driver"]
+    assert watch.poll().verdict is Verdict.OK
+    node.gpu(5).raise_xid(79)
+    assert watch.poll().gpus[5].verdict is Verdict.DEAD
+
+
+def test_a_board_without_events_costs_the_others_none(node: FakeNode, layer: DeviceLayer) -> None:
+    node.add_rule("nvmlDeviceRegisterEvents", gpu=2, result=3)
+    watch = HealthWatch(layer, NO_LOG)
+    watch.poll()
     node.gpu(5).raise_xid(79)
     assert watch.poll().gpus[5].verdict is Verdict.DEAD
 
