@@ -221,6 +221,12 @@ ROWS: tuple[Patch, ...] = (
         ("args", "load_arg"),
     ),
     _row(
+        "megatron.core.dist_checkpointing.exchange_utils:determine_main_replica_uniform_distribution",
+        "checkpoint:determine_main_replica_uniform_distribution",
+        "lets extra ranks keep what the others keep from one save to the next",
+        ("sharded_state_dict", "parallelization_group", "ignore_groups"),
+    ),
+    _row(
         "megatron.core.dist_checkpointing.strategies.torch:_get_filesystem_reader",
         "shard_reader:get_filesystem_reader",
         "reads only a rank's part of stored chunks",

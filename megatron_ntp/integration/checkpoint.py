@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import load_common_state_dict
+from megatron.core.dist_checkpointing.exchange_utils import ShardDistribution
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -212,6 +213,21 @@ def save_checkpoint(original: Callable[..., Any], iteration: int, *args: Any, **
     ntp.saves.append(path)
     with saving.guarded(path):
         return original(iteration, *args, **kwargs)
+
+
+def determine_main_replica_uniform_distribution(
+    original: Callable[..., ShardDistribution | None], *args: Any, **kwargs: Any
+) -> ShardDistribution | None:
+    """Wraps the function of Megatron that deals the writing of a checkpoint out in a DP group.
+
+    With --ckpt-assume-constant-structure a rank keeps what it gives, and does not exchange metadata
+    in later saves. For a rank that is alone in its group, as an extra rank is, it gives None: that
+    rank would take part in a world-wide exchange which the others leave out, and hang.
+    """
+    found = original(*args, **kwargs)
+    if found is None and context.current() is not None:
+        return ShardDistribution({}, set(), {}, {})  # nobody looks into it where there is one rank
+    return found
 
 
 def finalize_async_save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
@@ -47,14 +48,22 @@ class Numbers:
 class ShardReader(FileSystemReader):
     """torch's reader of a checkpoint folder, reading parts of chunks.
 
+    Args:
+        path: the folder.
+        reads_metadata: another reader of it, which may keep what it has read.
+
     Attributes:
         nbytes_read: bytes read from shard files, metadata left out.
     """
 
-    def __init__(self, path: Any) -> None:
+    def __init__(self, path: Any, reads_metadata: FileSystemReader | None = None) -> None:
         super().__init__(path)
+        self._reads_metadata = reads_metadata or FileSystemReader(path)
         self.nbytes_read = 0
         self._dtypes: dict[str, torch.dtype] = {}
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._reads_metadata.read_metadata(*args, **kwargs)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -216,9 +225,15 @@ def _runs(
 def get_filesystem_reader(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wraps `_get_filesystem_reader` of Megatron's torch strategy.
 
-    Readers of other storage, and those that cache, stay what they are.
+    Readers of other storage stay what they are; those that only keep the metadata
+    (--ckpt-assume-constant-structure) read tensors as torch's does.
     """
     reader = original(*args, **kwargs)
-    if context.current() is None or type(reader) is not FileSystemReader:
+    is_torchs = (
+        isinstance(reader, FileSystemReader)
+        and type(reader).read_data is FileSystemReader.read_data
+        and type(reader.fs) is FileSystem
+    )
+    if not is_torchs or context.current() is None:
         return reader
-    return ShardReader(reader.path)
+    return ShardReader(reader.path, reads_metadata=reader)

@@ -12,13 +12,26 @@ import torch.distributed.checkpoint as dcp
 from checkpoints import SHARD, Maker, truncate
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import (
+    CachedMetadataFileSystemReader,
+)
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from megatron_ntp.checkpoint.window import Window
 from megatron_ntp.errors import CheckpointError
-from megatron_ntp.integration.shard_reader import Numbers, ShardReader, find_numbers, read_block
+from megatron_ntp.integration import context
+from megatron_ntp.integration.context import NTPContext
+from megatron_ntp.integration.shard_reader import (
+    Numbers,
+    ShardReader,
+    find_numbers,
+    get_filesystem_reader,
+    read_block,
+)
+from megatron_ntp.plan.topology import Topology
+from megatron_ntp.settings import NTPSettings
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 LARGEST_DESCRIPTION_NBYTES = 1500
@@ -94,6 +107,20 @@ def test_only_the_block_is_read(
     assert torch.equal(found, values[r0 : r0 + rows, c0 : c0 + columns])
     wanted = 4 * rows * columns
     assert wanted <= reader.nbytes_read <= wanted + LARGEST_DESCRIPTION_NBYTES
+
+
+def test_a_reader_that_keeps_the_metadata_reads_blocks_too(tmp_path: Path) -> None:
+    """--ckpt-assume-constant-structure."""
+    save(tmp_path, {"w": torch.randn(96, 128)})
+    with_ntp = NTPContext(NTPSettings(ntp=True), Topology.from_degrees((2, 1), 2, None), 0)
+    context.activate(with_ntp)
+    try:
+        reader = get_filesystem_reader(CachedMetadataFileSystemReader, tmp_path)
+    finally:
+        context.activate(None)
+    assert reader.read_metadata() is reader.read_metadata(), "kept"
+    read(reader, "w", (0, 0), (8, 128))
+    assert reader.nbytes_read <= 4 * 8 * 128 + LARGEST_DESCRIPTION_NBYTES
 
 
 def test_the_count_is_what_the_process_read(
