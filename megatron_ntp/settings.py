@@ -92,8 +92,9 @@ class NTPSettings:
 
     ntp_load: str = _setting(
         LoadMode.FULL.value,
-        "What to load with --load: full, model-only (go on without the optimizer's moments) or "
-        "or-scratch (start from new weights where there is no whole checkpoint).",
+        "What to load with --load: full, model-only (go on without the optimizer's moments, once: "
+        "what is saved afterwards is loaded in full) or or-scratch (start from new weights where "
+        "there is no whole checkpoint).",
         choices=tuple(mode.value for mode in LoadMode),
     )
     ntp_checkpoint_check: str = _setting(

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ntp.checkpoint.examine import MARKER, Checkpoint, Format, examine
-from megatron_ntp.checkpoint.folder import Candidate, Folder
+from megatron_ntp.checkpoint.examine import Checkpoint, Format, examine
+from megatron_ntp.checkpoint.folder import MARKER, Candidate, Folder
 from megatron_ntp.errors import CheckpointError
 
 ContentCheck = Callable[[Checkpoint], Sequence[str]]

@@ -17,6 +17,7 @@ from megatron_ntp.checkpoint.choose import choose, told
 from megatron_ntp.checkpoint.examine import Checkpoint, Format, contents, examine, has_hashes
 from megatron_ntp.checkpoint.folder import TRACKER as TRACKER_FILE
 from megatron_ntp.checkpoint.folder import Candidate, Folder, list_folder, read_tracker, unreadable
+from megatron_ntp.checkpoint.saved_job import OptimizerFormat
 from megatron_ntp.errors import CheckpointError
 
 NOT_USABLE = 1
@@ -39,7 +40,12 @@ class Row:
     @property
     def is_usable(self) -> bool:
         """Whether a job whose replicas are reduced could load it, optimizer and all."""
-        return not self.problems and self.reshardable is True
+        job = self.checkpoint.job
+        if self.problems or job is None:
+            return False
+        if self.checkpoint.candidate.iteration is None:
+            return True  # of a release the weights are loaded, and nothing else
+        return job.optimizer_format is not OptimizerFormat.NONE and self.reshardable is True
 
     @property
     def reshardable(self) -> bool | None:

@@ -19,14 +19,20 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from megatron_ntp.checkpoint.folder import Candidate
+from megatron_ntp.checkpoint.folder import MARKER, Candidate
 from megatron_ntp.checkpoint.inert import bad_members
 from megatron_ntp.checkpoint.saved_job import SavedJob, describe
-from megatron_ntp.checkpoint.stored import COMMON_FILE, METADATA, Stored, read_common, read_stored
+from megatron_ntp.checkpoint.stored import (
+    COMMON_FILE,
+    METADATA,
+    Stored,
+    StoredItem,
+    read_common,
+    read_stored,
+)
 from megatron_ntp.checkpoint.window import Window
 from megatron_ntp.errors import DamagedFileError
 
-MARKER = "metadata.json"
 HASHES = "integrity.json"
 
 _BLOCK = 1 << 22
@@ -114,9 +120,10 @@ def contents(checkpoint: Checkpoint, share: int = 0, num_shares: int = 1) -> lis
     hashes, problem = read_hashes(checkpoint.path)
     names += sorted(set(hashes) - set(names))
     found = [problem] if problem and share == 0 else []
+    items = _items_by_file(checkpoint)
     for name in names[share::num_shares]:
         try:
-            found += _bad_content(checkpoint, name, hashes.get(name))
+            found += _bad_content(checkpoint.path, name, hashes.get(name), items.get(name, ()))
         except FileNotFoundError:
             found.append(f"{name} is missing")
         except OSError as error:
@@ -147,19 +154,26 @@ def has_hashes(path: Path) -> bool:
     return (path / HASHES).is_file()
 
 
-def _bad_content(checkpoint: Checkpoint, name: str, sha256: str | None) -> Iterator[str]:
-    with open(checkpoint.path / name, "rb") as file:
+def _items_by_file(checkpoint: Checkpoint) -> dict[str, list[StoredItem]]:
+    found: dict[str, list[StoredItem]] = {}
+    for item in checkpoint.stored.items if checkpoint.stored else ():
+        found.setdefault(item.file, []).append(item)
+    return found
+
+
+def _bad_content(
+    folder: Path, name: str, sha256: str | None, items: Iterable[StoredItem]
+) -> Iterator[str]:
+    with open(folder / name, "rb") as file:
         if sha256 is not None:
             if _sha256(file) != sha256:
                 yield f"{name} does not match its SHA-256 in {HASHES}"
             return
         if name == COMMON_FILE:
             yield from bad_members(file, name)
-        elif checkpoint.stored is not None:
-            for item in checkpoint.stored.items:
-                if item.file == name:
-                    window = Window(file.fileno(), item.offset, item.nbytes)
-                    yield from bad_members(window, f"{item.key} in {name}")
+        for item in items:
+            window = Window(file.fileno(), item.offset, item.nbytes)
+            yield from bad_members(window, f"{item.key} in {name}")
 
 
 def _sha256(file: Any) -> str:

@@ -10,6 +10,8 @@ from pathlib import Path
 from megatron_ntp.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
+MARKER = "metadata.json"
+"""The file of a checkpoint that is written last."""
 RELEASE = "release"
 
 _ITERATION = re.compile(r"iter_(\d{7,})")
@@ -50,17 +52,19 @@ class Tracker:
 
 @dataclass(frozen=True)
 class Folder:
-    """A `--load` folder, as it was when it was listed. `candidates` are newest first."""
+    """A `--load` folder, as it was when it was listed.
+
+    Attributes:
+        candidates: newest first.
+        was_saved_to: whether a save into it was ever completed. Megatron then leaves a tracker, and
+            should that be lost, a marker in the checkpoint.
+    """
 
     path: Path
     exists: bool
     tracker: Tracker
     candidates: tuple[Candidate, ...]
-
-    @property
-    def was_saved_to(self) -> bool:
-        """Whether a save into it was ever completed: Megatron then leaves a tracker."""
-        return self.tracker.name is not None or bool(self.tracker.problem)
+    was_saved_to: bool = False
 
 
 def list_folder(path: Path) -> Folder:
@@ -87,7 +91,13 @@ def list_folder(path: Path) -> Folder:
         )
     found = [_candidate(Path(entry.path)) for entry in entries if _is_folder(entry)]
     candidates = sorted(filter(None, found), key=lambda c: c.age_key, reverse=True)
-    return Folder(path, True, read_tracker(path), tuple(candidates))
+    tracker = read_tracker(path)
+    was_saved_to = (
+        tracker.name is not None
+        or bool(tracker.problem)
+        or any((candidate.path / MARKER).exists() for candidate in candidates)
+    )
+    return Folder(path, True, tracker, tuple(candidates), was_saved_to)
 
 
 def unreadable(path: Path, error: OSError) -> str:

@@ -49,8 +49,9 @@ def require_loadable(checkpoint: Checkpoint, wanted: Wanted) -> None:
             + "\n".join(f"  {line}" for line in differences)
             + "\nGive the model's own flags, or the right --load"
         )
-    if wanted.load_optimizer:
-        _require_optimizer_format(checkpoint, job, wanted)
+    problem = optimizer_problem(checkpoint, wanted) if wanted.load_optimizer else ""
+    if problem:
+        raise CheckpointError(problem)
 
 
 def _require_format(checkpoint: Checkpoint) -> None:
@@ -70,24 +71,27 @@ def _require_format(checkpoint: Checkpoint) -> None:
         )
 
 
-def _require_optimizer_format(checkpoint: Checkpoint, job: SavedJob, wanted: Wanted) -> None:
+def optimizer_problem(checkpoint: Checkpoint, wanted: Wanted) -> str:
+    """Why a job cannot load the optimizer state of a checkpoint, and the way out; else empty."""
+    job = checkpoint.job
+    assert job is not None
     found = job.optimizer_format
     if found is OptimizerFormat.NONE:
-        raise CheckpointError(
+        return (
             f"{checkpoint.path} holds no optimizer state (--no-save-optim). Load the model alone "
             f"with {MODEL_ONLY}"
         )
     if found.is_reshardable:
-        return
+        return ""
     same_cut = found is OptimizerFormat.DP_RESHARDABLE and not wanted.is_reduced
     if same_cut and (job.tp, job.pp) == (wanted.tp, wanted.pp):
-        return
+        return ""
     how = "Resume once, without --ntp, "
     if found is OptimizerFormat.FULLY_SHARDED_MODEL_SPACE:
         how += "with the megatron-core (0.16 or older) that wrote it"
     else:
         how += f"at the TP {job.tp} and PP {job.pp} it was saved with"
-    raise CheckpointError(
+    return (
         f"{checkpoint.path} holds optimizer state in the format '{found.value}', saved at TP "
         f"{job.tp}, PP {job.pp}. It cannot be read by this job, whose TP degrees are "
         f"{','.join(map(str, wanted.degrees))}. {how}, and save with {RESHARDABLE_FLAG}; or go on "

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from megatron_ntp.checkpoint.modes import LoadMode
 from megatron_ntp.checkpoint.stored import Stored
 
 MODEL_ARGUMENTS = (
@@ -57,6 +58,7 @@ class SavedJob:
     """Facts of the job that saved a checkpoint. None: the checkpoint does not say.
 
     `tp`, `dp` are nominal: a job of degrees 4, 3 says TP 4, DP 2 and 7 processes.
+    `gave_up_moments`: it began without the optimizer's moments, so what it saved has new ones.
     """
 
     optimizer_format: OptimizerFormat
@@ -67,6 +69,7 @@ class SavedJob:
     dp: int | None = None
     world_size: int | None = None
     degrees: str | None = None
+    gave_up_moments: bool = False
     consumed_samples: int | None = None
     model: Mapping[str, Any] = field(default_factory=dict)
 
@@ -91,6 +94,7 @@ def describe(common: Mapping[str, Any], stored: Stored) -> SavedJob:
         dp=number("data_parallel_size"),
         world_size=number("world_size"),
         degrees=degrees if isinstance(degrees, str) else None,
+        gave_up_moments=values.get("ntp_load") == LoadMode.MODEL_ONLY.value,
         consumed_samples=number("consumed_train_samples"),
         model={name: values[name] for name in MODEL_ARGUMENTS if _is_plain(values, name)},
     )

@@ -209,6 +209,12 @@ ROWS: tuple[Patch, ...] = (
         ("ddp_model", "optimizer", "opt_param_scheduler", "load_arg"),
     ),
     _row(
+        "megatron.training.checkpointing:get_checkpoint_tracker_filename",
+        "loading:get_checkpoint_tracker_filename",
+        "lets Megatron load what was chosen where the tracker is missing",
+        ("checkpoints_path",),
+    ),
+    _row(
         "megatron.training.checkpointing:read_metadata",
         "loading:read_metadata",
         "lets the tracker name the checkpoint that was chosen",

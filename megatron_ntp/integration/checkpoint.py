@@ -31,8 +31,7 @@ from megatron.training import get_args
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_ntp.checkpoint.modes import LoadMode
-from megatron_ntp.errors import NTPError
+from megatron_ntp.errors import CheckpointError, NTPError
 from megatron_ntp.integration import context, loading, saving
 from megatron_ntp.integration.ddp import chunks_of
 from megatron_ntp.integration.sync_model import SyncModel, SyncParam
@@ -209,9 +208,9 @@ def save_checkpoint(original: Callable[..., Any], iteration: int, *args: Any, **
         return original(iteration, *args, **kwargs)
     saving.print_warnings(ntp, get_args(), f"checkpoint of iteration {iteration}")
     path = Path(get_args().save) / f"iter_{iteration:07d}"
-    saving.prepare(ntp, path)
     ntp.saves.append(path)
     with saving.guarded(path):
+        saving.prepare(ntp, get_args(), path)
         return original(iteration, *args, **kwargs)
 
 
@@ -298,9 +297,15 @@ def load_checkpoint(
     elif decision.name is None:
         result = (0, 0)  # new weights, as loading.decide has said
     else:
-        with loading.as_decided(decision, get_args()), _own_errors():
+        with loading.as_decided(decision), _own_errors():
             result = original(*rest, **kwargs)
-        if ntp.settings.ntp_load == LoadMode.MODEL_ONLY and opt_param_scheduler is not None:
+        if ntp.checkpoint_nbytes_read == 0 and not ntp.is_extra:
+            raise CheckpointError(
+                f"Megatron has loaded nothing of {decision.path}, and would go on with new "
+                "weights. This Megatron finds checkpoints in another way than the tested versions"
+            )
+        is_resumed = not (get_args().finetune or decision.is_release)
+        if is_resumed and decision.without_moments and opt_param_scheduler is not None:
             _load_schedule(decision, opt_param_scheduler)
     for chunk in chunks_of(model_chunks):
         chunk.ntp_params.publish()

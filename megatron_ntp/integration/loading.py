@@ -12,14 +12,14 @@ import argparse
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_ntp.checkpoint.choose import Choice, choose
 from megatron_ntp.checkpoint.examine import Checkpoint, contents, examine, has_hashes
-from megatron_ntp.checkpoint.folder import Candidate, list_folder
-from megatron_ntp.checkpoint.judge import Wanted, require_loadable
+from megatron_ntp.checkpoint.folder import MARKER, Candidate, list_folder
+from megatron_ntp.checkpoint.judge import Wanted, optimizer_problem, require_loadable
 from megatron_ntp.checkpoint.modes import CheckpointCheck, LoadMode
 from megatron_ntp.checkpoint.saved_job import MODEL_ARGUMENTS
 from megatron_ntp.checkpoint.stored import METADATA
@@ -41,6 +41,7 @@ class LoadDecision:
         name: the checkpoint in it; None: start from new weights.
         iteration: its iteration, 0 for a release.
         is_release: whether it is the `release` of the folder.
+        without_moments: whether optimizer state is left out though the job goes on (model-only).
         digest: of its metadata, to compare what ranks see.
         notes: what to tell people, once.
     """
@@ -51,6 +52,7 @@ class LoadDecision:
     is_release: bool
     digest: str
     notes: tuple[str, ...]
+    without_moments: bool = False
 
     @property
     def path(self) -> Path:
@@ -72,10 +74,14 @@ def decide(
     """
     if not args.load and not getattr(args, "pretrained_checkpoint", None):
         return None
-    if ntp.settings.ntp_load == LoadMode.MODEL_ONLY:
+    decision = _decide(ntp, args, None) if board is None else _agree(ntp, args, board)
+    if decision.without_moments:
         args.no_load_optim = True
-    if board is None:
-        return _decide(ntp, args, None)
+    return decision
+
+
+def _agree(ntp: NTPContext, args: argparse.Namespace, board: Board) -> LoadDecision:
+    """Rank 0 decides, and all ranks compare what they see."""
     if board.rank == 0:
         try:
             decision = _decide(ntp, args, board)
@@ -98,23 +104,36 @@ def _decide(ntp: NTPContext, args: argparse.Namespace, board: Board | None) -> L
     if ntp.settings.ntp_checkpoint_check == CheckpointCheck.CONTENT or args.verify_integrity:
         check = _content_check(args, board)
     step = getattr(args, "ckpt_step", None) or None
-    finetune = bool(args.finetune)
-    choice = None
-    if args.load:
-        choice = choose(list_folder(Path(args.load)), step, check)
-    if (choice is None or choice.chosen is None) and getattr(args, "pretrained_checkpoint", None):
-        pretrained = choose(list_folder(Path(args.pretrained_checkpoint)), step, check)
-        if choice is None or not choice.folder.was_saved_to:
-            choice, finetune = pretrained, True
-    assert choice is not None
+    folder = list_folder(Path(args.load)) if args.load else None
+    pretrained = getattr(args, "pretrained_checkpoint", None)
+    is_begin = folder is None or bool(pretrained and not folder.was_saved_to)
+    if folder is None or is_begin:
+        assert pretrained is not None
+        folder = list_folder(Path(pretrained))
+    choice = choose(folder, step, check)
     notes = [f"skipped {skip}" for skip in choice.skipped]
+    if choice.chosen is None and is_begin:
+        raise NoCheckpointError(
+            f"{_nothing_whole(choice, '--pretrained-checkpoint')}. Give the folder that holds the "
+            "weights to begin from, or remove the flag"
+        )
     if choice.chosen is None:
         notes.append(_start_anew(ntp, args, choice))
         return LoadDecision(str(choice.folder.path), None, 0, False, "", tuple(notes))
     chosen = choice.chosen
-    require_loadable(chosen, wanted_of(ntp, args, finetune))
-    notes.append(f"loading {chosen.path}" + _moments(args))
     iteration = chosen.candidate.iteration
+    # Of a release, and of weights to begin from, Megatron loads no optimizer state.
+    wanted = wanted_of(ntp, args, args.finetune or is_begin or iteration is None)
+    without_moments = ntp.settings.ntp_load == LoadMode.MODEL_ONLY and not _has_own_moments(
+        chosen, wanted
+    )
+    if without_moments:
+        wanted = replace(wanted, load_optimizer=False)
+    require_loadable(chosen, wanted)
+    left_out = without_moments or args.no_load_optim
+    notes.append(
+        f"loading {chosen.path}" + (", without the optimizer's moments" if left_out else "")
+    )
     return LoadDecision(
         folder=str(choice.folder.path),
         name=chosen.name,
@@ -122,11 +141,17 @@ def _decide(ntp: NTPContext, args: argparse.Namespace, board: Board | None) -> L
         is_release=iteration is None,
         digest=_digest(chosen.path),
         notes=tuple(notes),
+        without_moments=without_moments,
     )
 
 
-def _moments(args: argparse.Namespace) -> str:
-    return ", without the optimizer's moments" if args.no_load_optim else ""
+def _has_own_moments(chosen: Checkpoint, wanted: Wanted) -> bool:
+    """Whether a job that gave up its moments saved this checkpoint, with those it has made since.
+
+    So `model-only` costs them once, and not again at each restart with the same flags.
+    """
+    job = chosen.job
+    return job is not None and job.gave_up_moments and not optimizer_problem(chosen, wanted)
 
 
 def wanted_of(ntp: NTPContext, args: argparse.Namespace, finetune: bool) -> Wanted:
@@ -148,15 +173,7 @@ def _start_anew(ntp: NTPContext, args: argparse.Namespace, choice: Choice) -> st
     Raises:
         NoCheckpointError: it is not.
     """
-    folder = choice.folder
-    if not folder.exists:
-        what = f"{folder.path} (--load) does not exist"
-    elif choice.skipped:
-        reasons = "".join(f"\n  {skip}" for skip in choice.skipped)
-        what = f"{folder.path} (--load) holds no checkpoint that is whole:{reasons}\n"
-    else:
-        what = f"{folder.path} (--load) holds no checkpoint"
-    what = what.rstrip("\n")
+    folder, what = choice.folder, _nothing_whole(choice, "--load")
     degrees = ",".join(map(str, ntp.topology.degrees))
     if ntp.settings.ntp_load == LoadMode.OR_SCRATCH:
         return f"{what}; starting from new weights, as {SCRATCH} says"
@@ -175,6 +192,16 @@ def _start_anew(ntp: NTPContext, args: argparse.Namespace, choice: Choice) -> st
         f"{what}{separator}Not starting from new weights, since {why}. Give the folder of an "
         f"earlier --save, or {SCRATCH} to start from new weights all the same"
     )
+
+
+def _nothing_whole(choice: Choice, flag: str) -> str:
+    where = f"{choice.folder.path} ({flag})"
+    if not choice.folder.exists:
+        return f"{where} does not exist"
+    if not choice.skipped:
+        return f"{where} holds no checkpoint"
+    reasons = "".join(f"\n  {skip}" for skip in choice.skipped)
+    return f"{where} holds no checkpoint that is whole:{reasons}"
 
 
 def _saves_there(args: argparse.Namespace, folder: Path) -> bool:
@@ -263,23 +290,26 @@ _view: LoadDecision | None = None
 
 
 @contextmanager
-def as_decided(decision: LoadDecision, args: argparse.Namespace) -> Iterator[None]:
-    """Lets Megatron's loading code see the decision in place of the tracker file.
-
-    Arguments are put back, since Megatron saves them in every checkpoint.
-    """
+def as_decided(decision: LoadDecision) -> Iterator[None]:
+    """Lets Megatron's loading code see the decision in place of the tracker file."""
     global _view
-    before = args.ckpt_step, args.pretrained_checkpoint
     _view = decision
-    if args.load and Path(decision.folder) == Path(args.load):
-        args.pretrained_checkpoint = None  # it is taken where --load has no tracker
-    if not decision.is_release:
-        args.ckpt_step = decision.iteration
     try:
         yield
     finally:
         _view = None
-        args.ckpt_step, args.pretrained_checkpoint = before
+
+
+def get_checkpoint_tracker_filename(original: Callable[..., str], checkpoints_path: Any) -> str:
+    """Wraps `megatron.training.checkpointing.get_checkpoint_tracker_filename`.
+
+    Where there is no such file Megatron starts from new weights, whatever else is in the folder. So
+    a file of the chosen checkpoint takes its place; what it says is not read (`read_metadata`).
+    """
+    path = original(checkpoints_path)
+    if _view is None or Path(checkpoints_path) != Path(_view.folder) or Path(path).exists():
+        return path
+    return str(_view.path / MARKER)
 
 
 def read_metadata(original: Callable[..., Any], tracker_filename: Any) -> Any:
@@ -301,6 +331,8 @@ def load_args_from_checkpoint(
     if not getattr(args, "ntp", False) or not folder:
         return original(args, load_arg, **kwargs)
     choice = choose(list_folder(Path(folder)), getattr(args, "ckpt_step", None) or None)
+    if choice.chosen is None and not choice.folder.was_saved_to:
+        return original(args, load_arg, **kwargs)  # a first start: Megatron says so and goes on
     if choice.chosen is None:
         reasons = "".join(f"\n  {skip}" for skip in choice.skipped)
         raise NoCheckpointError(
@@ -309,5 +341,5 @@ def load_args_from_checkpoint(
         )
     iteration = choice.chosen.candidate.iteration
     decision = LoadDecision(folder, choice.chosen.name, iteration or 0, iteration is None, "", ())
-    with as_decided(decision, args):
+    with as_decided(decision):
         return original(args, load_arg, **kwargs)

@@ -13,8 +13,8 @@ from pathlib import Path
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ntp.checkpoint.choose import choose
-from megatron_ntp.checkpoint.examine import MARKER
-from megatron_ntp.checkpoint.folder import list_folder
+from megatron_ntp.checkpoint.examine import HASHES
+from megatron_ntp.checkpoint.folder import MARKER, RELEASE, TRACKER, list_folder, read_tracker
 from megatron_ntp.checkpoint.judge import MODEL_ONLY, RESHARDABLE_FLAG
 from megatron_ntp.errors import CheckpointError, NTPError, UnsupportedFlagError
 from megatron_ntp.integration.context import NTPContext
@@ -50,17 +50,22 @@ def warnings_of(args: argparse.Namespace) -> list[str]:
     """Why what this run saves would be of no use, or of less, after a GPU is lost."""
     if not args.save:
         return ["nothing is saved (no --save): a failure loses all progress"]
+    found = []
+    if not args.save_interval:
+        found.append(
+            "nothing is saved before the end (no --save-interval): a failure loses all progress"
+        )
     if optimizer_cannot_be_resharded(args):
-        return [
+        found.append(
             "the optimizer state that is saved cannot be read at another TP degree: after a "
             f"failure only the model could be loaded ({MODEL_ONLY}). Add {RESHARDABLE_FLAG}"
-        ]
+        )
     if args.no_save_optim:
-        return [
+        found.append(
             "no optimizer state is saved (--no-save-optim): after a failure only the model could "
             f"be loaded ({MODEL_ONLY})"
-        ]
-    return []
+        )
+    return found
 
 
 def print_warnings(ntp: NTPContext, args: argparse.Namespace, when: str) -> None:
@@ -70,14 +75,41 @@ def print_warnings(ntp: NTPContext, args: argparse.Namespace, when: str) -> None
             print(f"nonuniform TP WARNING ({when}): {warning}", flush=True)
 
 
-def prepare(ntp: NTPContext, path: Path) -> None:
-    """An older checkpoint of the same iteration no longer counts as whole.
+def prepare(ntp: NTPContext, args: argparse.Namespace, path: Path) -> None:
+    """Sets right what Megatron would trip over while it saves. Global rank 0 does it.
 
-    Megatron overwrites it file by file and marks it at the end. Left marked, a mixture of two saves
-    would pass for a whole checkpoint if this one is interrupted.
+    An older checkpoint of the same iteration no longer counts as whole: Megatron overwrites it file
+    by file and marks it at the end. Left marked, a mixture of two saves would pass for a whole
+    checkpoint if this one is interrupted; left with its hashes (--verify-integrity), a whole one
+    would pass for damaged.
+
+    With --save-retain-interval Megatron ends a save by reading the tracker as a number, and dies
+    where it is none: one that is torn is written anew first, or removed where it names nothing.
     """
-    if ntp.global_rank == 0:
-        (path / MARKER).unlink(missing_ok=True)
+    if ntp.global_rank != 0:
+        return
+    for name in (MARKER, HASHES):
+        (path / name).unlink(missing_ok=True)
+    tracker = read_tracker(path.parent)
+    is_retaining = getattr(args, "save_retain_interval", None) is not None
+    if is_retaining and (tracker.problem or tracker.name == RELEASE):
+        _rewrite_tracker(path.parent, ntp)
+
+
+def _rewrite_tracker(folder: Path, ntp: NTPContext) -> None:
+    """Lets it name what was loaded from its folder, as it would if nothing had happened to it."""
+    loaded = ntp.load
+    if (
+        loaded is not None
+        and loaded.name is not None
+        and not loaded.is_release
+        and Path(loaded.folder).resolve() == folder.resolve()
+    ):
+        part = folder / f".{TRACKER}.part"
+        part.write_text(str(loaded.iteration))
+        part.replace(folder / TRACKER)
+    else:
+        (folder / TRACKER).unlink()
 
 
 @contextmanager

@@ -209,6 +209,21 @@ def test_a_wrong_load_and_other_models_stop_before_training(saved: Path, core: P
     assert content_of(saved) == before
 
 
+def test_a_pretrained_release_is_loaded_without_its_tracker(
+    core: Path | None, folder: Path, tmp_path: Path
+) -> None:
+    """Megatron looks for the tracker, and starts from new weights where there is none."""
+    own = tmp_path / "own"
+    (folder / "iter_0000004").rename(folder / "release")
+    shutil.rmtree(folder / "iter_0000002")
+    (folder / TRACKER).unlink()
+    flags = ("--load", own, "--save", own, "--pretrained-checkpoint", folder)
+    found = ours("2,1", *flags, "--exit-interval", "1", core=core)
+    assert notes(found) == [f"loading {folder / 'release'}"]
+    assert f"loading release distributed checkpoint from {folder}" in found.stdout[0]
+    assert list(found.losses) == [1]
+
+
 def test_new_weights_where_they_are_asked_for(tmp_path: Path, core: Path | None) -> None:
     flags = ("--load", tmp_path, "--exit-interval", "1", "--ntp-load", "or-scratch")
     assert list(ours("1,1", *flags, core=core).losses) == [1]

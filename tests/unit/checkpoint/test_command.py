@@ -75,6 +75,15 @@ def test_list_of_a_newest_that_cannot_be_resharded(
     assert rows[0]["reshardable"] is False
 
 
+def test_list_of_weights_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A restart needs moments; a release is loaded for its weights."""
+    made = Maker(tmp_path)
+    made.save(None, None)
+    assert listed(capsys, tmp_path)[0] == 0
+    made.save(20, None)
+    assert listed(capsys, tmp_path)[0] == 1
+
+
 def test_list_of_one_that_was_set_back(maker: Maker, capsys: pytest.CaptureFixture[str]) -> None:
     maker.track("5")
     status, text = run(capsys, "list", maker.path)

@@ -81,9 +81,33 @@ def test_model_only(maker: Maker) -> None:
     assert args.no_load_optim
 
 
+def test_model_only_costs_the_moments_once(maker: Maker, tmp_path: Path) -> None:
+    """A restart with the same flags goes on with those that were made since."""
+    maker.save(20, ntp_load="model-only")
+    for num_ranks in (1, 3):
+        made = [arguments(maker.path) for _ in range(num_ranks)]
+        found = together(tmp_path, made.__getitem__, num_ranks, ntp_load="model-only")
+        assert [each.without_moments for each in found] == [False] * num_ranks
+        assert not any(args.no_load_optim for args in made)
+    maker.save(30, "dp_reshardable", ntp_load="model-only")
+    made = [arguments(maker.path) for _ in range(3)]
+    found = together(tmp_path, made.__getitem__, ntp_load="model-only")
+    assert [(each.iteration, each.without_moments) for each in found] == [(30, True)] * 3
+    assert all(args.no_load_optim for args in made)
+
+
 def test_finetuning_needs_no_optimizer_state(maker: Maker) -> None:
     maker.save(20, None)
     assert decide(job(), arguments(maker.path, finetune=True)) is not None
+
+
+@pytest.mark.parametrize("optimizer", [None, "dp_reshardable"])
+def test_a_release_needs_no_optimizer_state(tmp_path: Path, optimizer: str | None) -> None:
+    """Megatron loads the weights of one, as converters write it, and nothing else."""
+    Maker(tmp_path).save(None, optimizer)
+    found = decide(job(), arguments(tmp_path))
+    assert found is not None
+    assert (found.name, found.without_moments) == ("release", False)
 
 
 def make_empty(path: Path) -> None:
@@ -112,8 +136,14 @@ def make_nothing(path: Path) -> None:
     pass
 
 
+def make_all_torn_without_tracker(path: Path) -> None:
+    made = Maker(path)
+    made.save(1, tracker=False)
+    truncate(path / "iter_0000001" / SHARD, 1)
+
+
 NEVER_SAVED = (make_nothing, make_empty, make_torn_first_save)
-LOST = (make_all_torn, make_tracker_only)
+LOST = (make_all_torn, make_tracker_only, make_all_torn_without_tracker)
 Make = Callable[[Path], None]
 
 
@@ -181,6 +211,20 @@ def test_a_pretrained_checkpoint_is_taken_where_there_is_nothing_else(
     assert found.folder == str(maker.path)
 
 
+def test_a_pretrained_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    """Whatever may be done where --load is empty, which `launch` adds by itself."""
+    args = arguments(tmp_path, save=str(tmp_path), pretrained_checkpoint=str(tmp_path / "typo"))
+    with pytest.raises(NoCheckpointError, match=r"typo \(--pretrained-checkpoint\) does not exist"):
+        decide(job(ntp_load="or-scratch"), args)
+
+
+def test_a_step_of_a_pretrained_checkpoint(maker: Maker, tmp_path: Path) -> None:
+    args = arguments(tmp_path / "own", pretrained_checkpoint=str(maker.path), ckpt_step=5)
+    found = decide(job(), args)
+    assert found is not None
+    assert found.iteration == 5
+
+
 def test_own_progress_goes_before_a_pretrained_checkpoint(maker: Maker, tmp_path: Path) -> None:
     (maker.path / TRACKER).unlink()
     pretrained = Maker(tmp_path / "pretrained")
@@ -189,9 +233,8 @@ def test_own_progress_goes_before_a_pretrained_checkpoint(maker: Maker, tmp_path
     found = decide(job(), args)
     assert found is not None
     assert (found.folder, found.iteration) == (str(maker.path), 10)
-    with loading.as_decided(found, args):
-        assert args.pretrained_checkpoint is None, "Megatron would take it: there is no tracker"
-    assert args.pretrained_checkpoint == str(pretrained.path)
+    with loading.as_decided(found):
+        assert Path(tracker_of(maker.path)).exists(), "Megatron would take the pretrained one"
 
 
 def test_lost_progress_is_not_replaced_by_a_pretrained_checkpoint(tmp_path: Path) -> None:
@@ -210,26 +253,57 @@ def fail(*unused: object) -> None:
     raise AssertionError("the tracker on disk was read")
 
 
+def tracker_of(path: Path | str) -> str:
+    """The file in which Megatron's loading code looks for a number."""
+    return loading.get_checkpoint_tracker_filename(lambda p: f"{p}/{TRACKER}", path)
+
+
 def test_the_tracker_says_what_was_decided() -> None:
-    args = arguments(Path("/x"))
     decision = LoadDecision("/x", "iter_0000005", 5, False, "", ())
-    with loading.as_decided(decision, args):
+    with loading.as_decided(decision):
         assert loading.read_metadata(fail, "/x/tracker") == (5, False)
-        assert args.ckpt_step == 5
-    assert args.ckpt_step is None
-    with loading.as_decided(LoadDecision("/x", "release", 0, True, "", ()), args):
+    with loading.as_decided(LoadDecision("/x", "release", 0, True, "", ())):
         assert loading.read_metadata(fail, "/x/tracker") == (0, True)
-        assert args.ckpt_step is None
     assert loading.read_metadata(lambda name: (name, False), "other") == ("other", False)
+
+
+@pytest.mark.parametrize("iteration", [0, None, 7])
+def test_without_a_tracker_megatron_still_finds_what_was_decided(
+    tmp_path: Path, iteration: int | None
+) -> None:
+    """It looks for the file first, and starts from new weights where there is none."""
+    Maker(tmp_path).save(iteration, tracker=False)
+    found = decide(job(), arguments(tmp_path))
+    assert found is not None
+    with loading.as_decided(found):
+        assert Path(tracker_of(tmp_path)).is_file()
+        assert not Path(tracker_of("/elsewhere")).exists()
+    assert not Path(tracker_of(tmp_path)).exists()
+
+
+def seen_by_megatron(args: Any, load_arg: str = "load") -> int | None:
+    """Stands for Megatron's load_args_from_checkpoint."""
+    path = tracker_of(getattr(args, load_arg))
+    own = lambda name: (int(Path(name).read_text()), False)  # noqa: E731
+    return loading.read_metadata(own, path)[0] if Path(path).exists() else None
 
 
 def test_arguments_come_from_a_whole_checkpoint(maker: Maker) -> None:
     (maker.path / "iter_0000010" / "metadata.json").unlink()
     args = arguments(maker.path, ntp=True)
-    seen = loading.load_args_from_checkpoint(lambda a, *rest: (a.ckpt_step, *rest), args)
-    assert seen == (5, "load")
+    assert loading.load_args_from_checkpoint(seen_by_megatron, args) == 5
+    (maker.path / TRACKER).unlink()
+    assert loading.load_args_from_checkpoint(seen_by_megatron, args) == 5
     args.ntp = False
-    assert loading.load_args_from_checkpoint(lambda a, *rest: a.ckpt_step, args) is None
+    assert loading.load_args_from_checkpoint(seen_by_megatron, args) is None
+
+
+def test_a_first_start_takes_arguments_where_they_are(maker: Maker, tmp_path: Path) -> None:
+    """Megatron asks both folders, and --load is still empty."""
+    args = arguments(tmp_path / "own", ntp=True, pretrained_checkpoint=str(maker.path))
+    found = loading.load_args_from_checkpoint(seen_by_megatron, args, "pretrained_checkpoint")
+    assert found == 10
+    assert loading.load_args_from_checkpoint(seen_by_megatron, args) is None
 
 
 def test_arguments_from_a_folder_without_a_whole_checkpoint(tmp_path: Path) -> None:

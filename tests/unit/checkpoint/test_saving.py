@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import Maker
+from checkpoints import Maker, write_hashes
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_ntp.checkpoint.folder import TRACKER
 from megatron_ntp.errors import CheckpointError, UnsupportedFlagError
 from megatron_ntp.integration import saving
 from megatron_ntp.integration.context import NTPContext
+from megatron_ntp.integration.loading import LoadDecision
 from megatron_ntp.plan.topology import Topology
 from megatron_ntp.settings import NTPSettings
 
@@ -27,7 +29,8 @@ def job(rank: int = 0) -> NTPContext:
 def arguments(folder: Path, **values: Any) -> argparse.Namespace:
     defaults = {
         "save": str(folder), "use_distributed_optimizer": True,
-        "no_save_optim": False, "dist_ckpt_optim_fully_reshardable": True,
+        "no_save_optim": False, "dist_ckpt_optim_fully_reshardable": True, "save_interval": 2,
+        "save_retain_interval": None,
     }  # fmt: skip
     return argparse.Namespace(**{**defaults, **values})
 
@@ -37,7 +40,9 @@ def arguments(folder: Path, **values: Any) -> argparse.Namespace:
     ({"use_distributed_optimizer": False, "dist_ckpt_optim_fully_reshardable": False}, None),
     ({"dist_ckpt_optim_fully_reshardable": False}, "cannot be read at another TP degree"),
     ({"no_save_optim": True}, "no optimizer state is saved"),
-    ({"save": None}, "nothing is saved"),
+    ({"save": None}, "nothing is saved (no --save)"),
+    ({"save_interval": None}, "nothing is saved before the end"),
+    ({"save_interval": None, "no_save_optim": True}, "no optimizer state is saved"),
 ])  # fmt: skip
 def test_warnings(
     tmp_path: Path,
@@ -63,11 +68,36 @@ def test_a_reduced_job_must_save_what_it_can_load(tmp_path: Path) -> None:
 
 def test_an_overwritten_checkpoint_does_not_count_while_it_is_written(tmp_path: Path) -> None:
     path = Maker(tmp_path).save(7)
-    saving.prepare(job(rank=1), path)
+    write_hashes(path)
+    saving.prepare(job(rank=1), arguments(tmp_path), path)
     assert (path / "metadata.json").exists()
-    saving.prepare(job(), path)
-    assert not (path / "metadata.json").exists()
-    saving.prepare(job(), path)
+    saving.prepare(job(), arguments(tmp_path), path)
+    assert not {"metadata.json", "integrity.json"} & {file.name for file in path.iterdir()}
+    saving.prepare(job(), arguments(tmp_path), path)
+
+
+@pytest.mark.parametrize("text, name, iteration, mended", [
+    ("x", "iter_0000005", 5, "5"), ("", None, 0, None), ("release", "release", 0, None),
+    ("5", "iter_0000005", 5, "5"),
+])  # fmt: skip
+@pytest.mark.parametrize("is_retaining", [True, False])
+def test_a_tracker_that_megatron_would_die_of_is_mended(
+    tmp_path: Path,
+    text: str,
+    name: str | None,
+    iteration: int,
+    mended: str | None,
+    is_retaining: bool,
+) -> None:
+    """--save-retain-interval reads it as a number at the end of each save."""
+    Maker(tmp_path).track(text)
+    ntp = job()
+    ntp.load = LoadDecision(str(tmp_path), name, iteration, name == "release", "", ())
+    args = arguments(tmp_path, save_retain_interval=100 if is_retaining else None)
+    saving.prepare(ntp, args, tmp_path / "iter_0000007")
+    found = (tmp_path / TRACKER).read_text() if (tmp_path / TRACKER).exists() else None
+    assert found == (mended if is_retaining else text)
+    assert [path.name for path in tmp_path.iterdir()] == ([] if found is None else [TRACKER])
 
 
 def test_of_saves_in_the_background_the_oldest_fails_first(tmp_path: Path) -> None:
