@@ -127,6 +127,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "local checkpoints (nvidia-resiliency-ext) lie on nodes that may be lost and cannot be cut "
         "for another TP degree; in place of global ones save more often (--save-interval)",
     ),
+    Refusal("load_main_params_from_ckpt", _on, "it takes them for compute shards"),
     Refusal("ckpt_convert_format", _on, _UNTESTED),
     Refusal("use_mp_args_from_checkpoint_args", _on, "it would change the TP degree of the plan"),
     Refusal("full_validation", _on, _UNTESTED),
@@ -170,7 +171,11 @@ def _scripts(args: argparse.Namespace) -> list[str]:
 
 def _combinations(args: argparse.Namespace) -> list[str]:
     """Flags that are refused only together."""
-    found = []
+    found = [
+        f"  {flag} {path}: its checkpoints can be examined in a file system only"
+        for flag in ("--load", "--save", "--pretrained-checkpoint")
+        if (path := str(getattr(args, flag[2:].replace("-", "_"), None))).startswith("msc://")
+    ]
     if args.ntp_batch_policy not in (None, "keep"):
         if args.rampup_batch_size:
             found.append("  --rampup-batch-size with --ntp-batch-policy other than keep")

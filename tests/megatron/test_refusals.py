@@ -192,6 +192,7 @@ def test_a_start_with_an_unsupported_flag(flags: list[str]) -> None:
             ["--ntp-batch-policy", "redistribute", "--step-batch-size-schedule", "0:2 4:4"],
             "--step-batch-size-schedule with --ntp-batch-policy",
         ),
+        (["--load", "msc://bucket/ckpt"], "--load msc://bucket/ckpt"),
     ],
 )
 def test_flags_that_are_refused_together(flags: list[str], named: str) -> None:
