@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ntp.checkpoint.choose import choose
-from megatron_ntp.checkpoint.folder import list_folder
+from megatron_ntp.checkpoint.folder import TRACKER, list_folder
 from megatron_ntp.checkpoint.modes import LoadMode
 from megatron_ntp.doctor.job import GivenWords, model_dims
 from megatron_ntp.errors import PlanError, UnsupportedFlagError
@@ -133,6 +133,16 @@ def _settings(words: Sequence[str]) -> NTPSettings:
     return NTPSettings.from_namespace(known)
 
 
+_FOR_ONE_START = {
+    "ckpt_step": f"write that iteration into {TRACKER} of --load instead: newer checkpoints are "
+    "then passed over",
+    "override_ckpt_iteration": "start once without `megatron-ntp launch`, until it has saved",
+    "finetune": "give the weights to begin from as --pretrained-checkpoint instead",
+    "no_load_optim": "with --ntp, --ntp-load model-only does so once",
+}
+"""Flags that would undo what was trained at each restart, and what does it once."""
+
+
 def _check(words: Sequence[str], given: GivenWords, settings: NTPSettings) -> None:
     for name in ("ntp_failed", "ntp_degrees", "ntp_plan"):
         if getattr(settings, name) is not None:
@@ -140,6 +150,13 @@ def _check(words: Sequence[str], given: GivenWords, settings: NTPSettings) -> No
             raise UnsupportedFlagError(
                 f"remove {flag} from the training command: which GPUs have failed is found out "
                 "and added here"
+            )
+    for name, cure in _FOR_ONE_START.items():
+        if given.save and getattr(given, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise UnsupportedFlagError(
+                f"remove {flag} from the training command: every restart would obey it anew and "
+                f"lose what was trained; {cure}"
             )
     if given.save and not given.load:
         raise UnsupportedFlagError(
