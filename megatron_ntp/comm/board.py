@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_ntp.errors import StartError
 
 _POLL_S = 0.05
+_MOST_QUESTIONS_PER_S = 5000  # of all ranks together: one process answers them all
 _MOST_NAMED = 8
 
 
@@ -36,6 +37,7 @@ class Board:
         self._store = dist.PrefixStore(f"ntp/{topic}", store)
         self.rank, self.world_size = rank, world_size
         self._timeout_s = timeout_s
+        self._poll_s = max(_POLL_S, world_size / _MOST_QUESTIONS_PER_S)
 
     def tell_all(self, subject: str, value: Any) -> None:
         """Rank 0 says something that every rank reads with `hear`."""
@@ -62,7 +64,7 @@ class Board:
                     f"rank 0 did not say {what} within {self._timeout_s + extra_s:g} s; look at "
                     "its log. If it is only slow, raise --ntp-start-timeout"
                 )
-            time.sleep(_POLL_S)
+            time.sleep(self._poll_s)
 
     def hand_in(self, subject: str, value: Any) -> None:
         """Every rank hands in its own note; rank 0 may `collect` them."""
@@ -93,7 +95,7 @@ class Board:
                     return []
                 if time.monotonic() > deadline:
                     return [index for index, key in enumerate(keys) if not self._store.check([key])]
-            time.sleep(_POLL_S)
+            time.sleep(self._poll_s)
 
     @contextmanager
     def _reachable(self) -> Iterator[None]:
