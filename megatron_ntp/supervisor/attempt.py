@@ -182,7 +182,7 @@ class NodeAttempt:
             age_s=now - slowest.started - marks[beats.FIRST_STEP],
         )
 
-    def tail(self) -> str | None:
+    def _tail(self) -> str | None:
         """The end of the output of a rank that speaks of an error."""
         return tail_with_error(
             [

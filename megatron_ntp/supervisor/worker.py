@@ -70,7 +70,9 @@ class Worker:
 
     def _carry_out(self, order: Mapping[str, Any]) -> None:
         kind = order["kind"]
-        is_part = self._attempt is not None and not self._attempt.is_over
+        is_part = (
+            self._attempt is not None and not self._attempt.is_over and bool(self._attempt.devices)
+        )
         self._is_waiting = self._options.regrow_at_checkpoint and kind == "run" and not is_part
         if kind == "check":
             self._check(order["round"])
