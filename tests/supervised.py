@@ -6,6 +6,7 @@ What a test needs of it is switched on by files in its working folder:
 
     die-R       rank R ends with this status, by SIGKILL if it is negative
     stray-R     rank R starts a process in a session of its own; "bare": without any variables
+    slow-save   the save of ranks that were asked to end takes so many seconds
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ for step in range(first + 1, int(value("--steps", "10")) + 1):
         save(step)
     if stop:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it may still be on its way
+        slow = pathlib.Path("slow-save")
+        time.sleep(float(slow.read_text()) if slow.exists() else 0)
         print("saved and stopped at", step, flush=True)
         sys.exit(0)
     die = pathlib.Path(f"die-{rank}")

@@ -8,6 +8,7 @@ crash; a rank that a signal ended gives 128 + the signal, as in a shell.
 
 from __future__ import annotations
 
+import os
 import sys
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -17,6 +18,10 @@ from torch.distributed.run import parse_args, run
 
 def main(argv: list[str]) -> int:
     """Run the ranks of one agent to their end."""
+    # torchrun takes what is not among its words from there, and a rendezvous of a site's own would
+    # put ranks in another order.
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        del os.environ[name]
     try:
         run(parse_args(argv))
     except ChildFailedError as error:

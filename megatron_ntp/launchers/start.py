@@ -32,6 +32,7 @@ from megatron_ntp.launchers.rank import log_name
 POLL_S = 0.2
 STOP_DEADLINE_S = 40.0
 TAIL_NUM_LINES = 25
+_TAIL_NBYTES = 1 << 17  # outputs of long runs are large
 DO_NOT_RESTART = 93
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -193,7 +194,9 @@ def tail_with_error(paths: Sequence[Path]) -> str | None:
     """The end of the first of these files that speaks of an error."""
     for path in paths:
         try:
-            lines = path.read_text(errors="replace").splitlines()
+            with path.open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_NBYTES))
+                lines = file.read(_TAIL_NBYTES).decode(errors="replace").splitlines()
         except OSError:
             continue
         if any("Error" in line or "error" in line for line in lines[-200:]):

@@ -8,7 +8,8 @@ It is `launchers.agent`, and moreover
 - writes REPORT (JSON: rank, status, pid) as soon as a rank has failed. torch itself tells nobody
   before all other ranks are gone, which may take it half a minute;
 - gives the other ranks GRACE_S seconds between SIGTERM and SIGKILL;
-- leaves SIGUSR1 alone, as its ranks do: that one is for supervisors.
+- minds no signal but STOP_SIGNAL. Schedulers send theirs to all processes of a job; what they mean
+  is for supervisors. An agent that took SIGTERM for itself would end ranks that are still saving.
 """
 
 from __future__ import annotations
@@ -18,23 +19,33 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from megatron_ntp.launchers.parent import die_with_parent
 from megatron_ntp.launchers.rank import AGENT_PID_ENV
+
+STOP_SIGNAL = signal.SIGHUP
+"""Ends an agent and its ranks; these get SIGTERM. Sent by the supervisor alone."""
+
+NOT_FOR_AGENTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""Blocked while an agent is started, until it can leave them alone."""
 
 
 def main(argv: list[str]) -> int:
     """Run the ranks of one agent to their end; the status of the rank that failed first."""
     report, grace_s, supervisor_pid, *torchrun = argv
     die_with_parent(int(supervisor_pid))
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # blocked while we started
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # ranks inherit that
+    signal.signal(signal.SIGTERM, _leave_alone)  # they do not inherit this
+    signal.signal(signal.SIGINT, _leave_alone)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_AGENTS)
     os.environ[AGENT_PID_ENV] = str(os.getpid())
 
     from megatron_ntp.launchers import agent
 
     _tell_first_failure(Path(report), max(1, round(float(grace_s))))
+    _mind_only_the_supervisor()
     return agent.main(torchrun)
 
 
@@ -50,9 +61,26 @@ def _tell_first_failure(report: Path, grace_s: int) -> None:
         failures = list(getattr(context, "_failures", {}).values())
         if failures and not report.exists():
             _write(report, context, failures)
-        close(context, death_sig, grace_s)
+        close(context, signal.SIGTERM, grace_s)
 
     PContext.close = close_and_tell
+
+
+def _mind_only_the_supervisor() -> None:
+    """As it starts ranks, torch takes over all signals that may end a process."""
+    from torch.distributed.elastic.multiprocessing import api
+
+    handler = api._terminate_process_handler
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if number == STOP_SIGNAL:
+            handler(number, frame)
+
+    api._terminate_process_handler = handle
+
+
+def _leave_alone(number: int, frame: FrameType | None) -> None:
+    pass
 
 
 def _write(report: Path, context: Any, failures: list[Any]) -> None:

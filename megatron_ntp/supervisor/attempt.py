@@ -23,10 +23,14 @@ from megatron_ntp.launchers.nodes import Agent, Placement
 from megatron_ntp.launchers.rank import log_name
 from megatron_ntp.launchers.start import tail_with_error
 from megatron_ntp.supervisor import processes
+from megatron_ntp.supervisor.agent import NOT_FOR_AGENTS, STOP_SIGNAL
 from megatron_ntp.supervisor.stall import Sign, StepTimes
 
 _AGENT_EXTRA_S = 3.0  # beyond what torch gives ranks between SIGTERM and SIGKILL
 _GIVE_UP_S = 30.0
+_ASK_AGAIN_S = 1.0
+LONGEST_END_S = _AGENT_EXTRA_S + _GIVE_UP_S
+"""Beside the grace, `NodeAttempt.end` may take that long."""
 _SHM = Path("/dev/shm")
 
 
@@ -91,6 +95,10 @@ class NodeAttempt:
             processes.OWNER_ENV: owner.ranks,
         }
         self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._told: dict[int, list[Failure]] = {}  # by agent
+        self._asked: set[int] = set()
+        self._ask_again_at = 0.0
+        self.tail: str | None = None
         self._times = StepTimes()
         self.started_at = 0.0
         self.is_over = False
@@ -104,13 +112,12 @@ class NodeAttempt:
     def start(self) -> None:
         """Starts the agents. From the main thread: they die with the thread that starts them."""
         self.started_at = time.monotonic()
-        # An agent must not meet SIGUSR1 before it can ignore it; it unblocks it then.
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_AGENTS)
         try:
             for agent_rank, agent in self._agents:
                 self._running[agent_rank] = self._start(agent_rank, agent)
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_AGENTS)
 
     def _start(self, agent_rank: int, agent: Agent) -> subprocess.Popen[bytes]:
         torchrun = (
@@ -122,6 +129,7 @@ class NodeAttempt:
             *(sys.executable, "-m", "megatron_ntp.supervisor.agent"),
             *(str(self._report(agent_rank)), str(self._grace_s), str(os.getpid())),
             *torchrun.split(),
+            *("--log-dir", str(self._beats)),  # for what torch keeps for itself
             *(sys.executable, "-m", "megatron_ntp.launchers.rank", str(self.folder)),
             *self._command,
         ]
@@ -136,7 +144,8 @@ class NodeAttempt:
             )
 
     def _report(self, agent_rank: int) -> Path:
-        return self.folder / f"agent-{agent_rank}.{self._host}.json"
+        """On this node: it is looked for all the time."""
+        return self._beats / f"agent-{agent_rank}.json"
 
     # ---- watch ----
 
@@ -150,12 +159,12 @@ class NodeAttempt:
 
     def failures(self) -> list[Failure]:
         """Ranks that failed by themselves, as far as agents have told."""
-        found = []
         for agent_rank, _ in self._agents:
-            with contextlib.suppress(OSError, ValueError):
-                told = json.loads(self._report(agent_rank).read_text(encoding="utf-8"))
-                found += [Failure(entry["rank"], entry["status"]) for entry in told]
-        return found
+            if agent_rank not in self._told:
+                with contextlib.suppress(OSError, ValueError):
+                    told = json.loads(self._report(agent_rank).read_text(encoding="utf-8"))
+                    self._told[agent_rank] = [Failure(one["rank"], one["status"]) for one in told]
+        return [failure for told in self._told.values() for failure in told]
 
     def look(self) -> tuple[dict[int, Sign], float, FirstStep | None]:
         """What ranks last said, the longest of their last steps, and how their start went."""
@@ -167,9 +176,8 @@ class NodeAttempt:
         return signs, self._times.longest_s, self._first_step(found, now)
 
     def _first_step(self, found: Mapping[int, beats.Beat], now: float) -> FirstStep | None:
-        num_ranks = sum(agent.num_ranks for _, agent in self._agents)
         stepped = [beat for beat in found.values() if beats.FIRST_STEP in beat.marks]
-        if len(stepped) < num_ranks:
+        if not stepped or len(stepped) < len(self.devices):  # a spare node has no ranks
             return None
         slowest = max(stepped, key=lambda beat: beat.started + beat.marks[beats.FIRST_STEP])
         marks = slowest.marks
@@ -196,19 +204,23 @@ class NodeAttempt:
     # ---- end ----
 
     def ask_ranks_to_save(self) -> None:
-        """SIGTERM to the ranks alone: agents would kill them before they have saved."""
+        """SIGTERM to each rank, once. Called again and again: an agent may only now start them."""
+        if time.monotonic() < self._ask_again_at:
+            return
+        self._ask_again_at = time.monotonic() + _ASK_AGAIN_S
         for process in self._running.values():
             with contextlib.suppress(psutil.Error):
                 for child in psutil.Process(process.pid).children():
                     with contextlib.suppress(psutil.Error):
-                        if "RANK" in child.environ():
+                        if child.pid not in self._asked and "RANK" in child.environ():
                             child.terminate()
+                            self._asked.add(child.pid)
 
     def end(self) -> set[int]:
         """Ends every process of the attempt; returns those that would not go."""
         running = [process for process in self._running.values() if process.poll() is None]
         for process in running:
-            process.terminate()
+            process.send_signal(STOP_SIGNAL)
         give_up_at = time.monotonic() + self._grace_s + _AGENT_EXTRA_S
         for process in running:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -218,7 +230,9 @@ class NodeAttempt:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(1.0)
         processes.reap_adopted([process.pid for process in self._running.values()])
+        self.failures()
         shutil.rmtree(self._beats, ignore_errors=True)
+        self.tail = self._tail() if any(self.statuses().values()) else None
         self.is_over = True
         return left
 

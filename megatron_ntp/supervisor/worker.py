@@ -47,7 +47,6 @@ class Worker:
         self._attempt: NodeAttempt | None = None
         self._fault = ""
         self._left: set[int] = set()
-        self._saving = False
         self._is_waiting = False  # while others run an attempt that may grow by this node
         self._next_look_s = 0.0
         self.signal = 0
@@ -77,12 +76,12 @@ class Worker:
         if kind == "check":
             self._check(order["round"])
         elif kind == "run":
-            if order["round"] == self._round and not self._has(order["attempt"]):
-                self._start(order)
+            if not self._has(order["attempt"]):
+                self.end_attempt()  # of an earlier one, whose end this node has missed
+                if order["round"] == self._round:
+                    self._start(order)
         elif kind == "save":
-            if self._has(order["attempt"]) and not self._saving:
-                assert self._attempt is not None
-                self._saving = True
+            if self._attempt is not None and self._has(order["attempt"]):
                 self._attempt.ask_ranks_to_save()
         elif kind == "stop":
             self.end_attempt()
@@ -119,9 +118,15 @@ class Worker:
             environ=environ,
             grace_s=self._options.stop_grace_s,
         )
-        self._fault, self._left, self._saving = "", set(), False
+        self._fault, self._left = "", set()
         self._next_look_s = 0.0
-        self._attempt.start()
+        try:
+            self._attempt.start()
+        except OSError as error:
+            self._fault = (
+                f"{self._host}: ranks cannot be started: {error}. The folder of --run-dir must be "
+                "the same on all nodes"
+            )
 
     def end_attempt(self) -> None:
         """Ends what runs, if anything does."""
@@ -196,7 +201,7 @@ class Worker:
             "failures": [asdict(failure) for failure in self._attempt.failures()],
             "fault": self._fault,
             "left": sorted(self._left),
-            "tail": self._attempt.tail() if any(statuses.values()) else None,
+            "tail": self._attempt.tail,
         }
         if not self._attempt.is_over:
             signs, longest_s, first = self._attempt.look()

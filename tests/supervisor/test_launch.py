@@ -84,7 +84,9 @@ def test_the_life_of_a_job(tmp_path: Path, started: list[Supervisor]) -> None:
     before = job.events()
 
     (tmp_path / "stray-0").unlink()
-    third = Supervisor(tmp_path, words, endless)
+    (tmp_path / "slow-save").write_text("3")
+    site = {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "nowhere:1"}  # as Kubernetes may set
+    third = Supervisor(tmp_path, words, endless, site)
     started.append(third)
     job.wait_for("first-step", 4)
     taken = job.events("attempt-ended")[-1]
@@ -93,6 +95,8 @@ def test_the_life_of_a_job(tmp_path: Path, started: list[Supervisor]) -> None:
     assert taken["step"] >= 1 and taken["checkpoint"] == -1
 
     third.send(signal.SIGTERM)
+    for process in job.processes():  # Slurm signals all of them, and the save outlasts the grace
+        process.send_signal(signal.SIGTERM)
     assert third.wait() == 0, third.output
     stopped = int(next(iter(job.ranks(4).values())).split()[-1])
     assert (tmp_path / "ckpt" / TRACKER).read_text() == str(stopped)
@@ -112,6 +116,15 @@ def test_a_crash_loop_ends_with_93_after_two_attempts(
     assert "waiting 0.2 s before the next attempt" in supervisor.output
     assert "ValueError: invalid literal for int() with base 10: 'wrong'" in supervisor.output
     assert not job.processes()
+
+
+def test_a_signal_while_agents_start(tmp_path: Path, started: list[Supervisor]) -> None:
+    """There is no rank yet that could be asked to save; those that come are asked, too."""
+    supervisor = Supervisor(tmp_path, f"{ONE_NODE} {FAST}", train(f"{TRAIN} --steps 100000"))
+    started.append(supervisor)
+    Job(tmp_path).wait_for("attempt-started", 1)
+    supervisor.send(signal.SIGTERM)
+    assert supervisor.wait(60) in (0, 128 + signal.SIGTERM), supervisor.output
 
 
 def test_a_rank_forbids_restarts(tmp_path: Path, started: list[Supervisor]) -> None:

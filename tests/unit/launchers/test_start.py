@@ -15,7 +15,7 @@ from ranks import free_port
 from megatron_ntp.errors import UnsupportedFlagError
 from megatron_ntp.launchers import command
 from megatron_ntp.launchers.nodes import Node, Placement, Shape, Slot, place
-from megatron_ntp.launchers.start import agent_command, training_command
+from megatron_ntp.launchers.start import agent_command, tail_with_error, training_command
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -53,6 +53,19 @@ def test_torchrun_of_an_agent() -> None:
     )
     assert "--nnodes 2 --node-rank 1 --nproc-per-node 1" in found
     assert found.endswith("megatron_ntp.launchers.rank /logs train")
+
+
+def test_the_end_of_a_large_output(tmp_path: Path) -> None:
+    """Of a long run; only its end is read."""
+    quiet, loud = tmp_path / "quiet.log", tmp_path / "loud.log"
+    quiet.write_text("done\n")
+    with loud.open("wb") as file:
+        file.truncate(1 << 40)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\nstep 7\nValueError: wrong\n")
+    found = tail_with_error([tmp_path / "none", quiet, loud])
+    assert found is not None and found.startswith(f"last lines of {loud}:")
+    assert found.endswith("\n  step 7\n  ValueError: wrong")
 
 
 # --- real ones
