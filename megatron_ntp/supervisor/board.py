@@ -4,10 +4,16 @@ Both are whole states, written again and again, never messages that could get lo
 that was away sees the newest of each. With several nodes they lie in a TCPStore that node 0 holds
 at the rendezvous endpoint. A thread keeps the copies fresh, so that neither a dead node nor a dead
 network ever blocks a supervisor; what it has is as old as `silence_s` and `Seen.age_s` say.
+
+[Stuck] The thread does not speak for a supervisor that is stuck, say in a file system that is gone:
+a status that was not said anew for long enough grows old.
+
+[Order mark] An order of a large job is large. Nodes fetch it when a short mark beside it changes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import socket
 import threading
@@ -39,6 +45,7 @@ class Board(Protocol):
     def give(self, order: Mapping[str, Any]) -> None: ...
     def seen(self) -> dict[int, Seen]: ...
     def silence_s(self) -> float: ...
+    def problem(self) -> str: ...
     def close(self) -> None: ...
 
 
@@ -64,6 +71,9 @@ class LocalBoard:
     def silence_s(self) -> float:
         return 0.0
 
+    def problem(self) -> str:
+        return ""
+
     def close(self) -> None:
         pass
 
@@ -75,19 +85,26 @@ class StoreBoard:
         endpoint: host and port where node 0 listens.
         node_rank: of this node.
         num_nodes: of the job.
+        stuck_s: see [Stuck].
 
     Raises:
         OSError: node 0 cannot listen at the endpoint.
     """
 
-    def __init__(self, endpoint: tuple[str, int], node_rank: int, num_nodes: int) -> None:
+    def __init__(
+        self, endpoint: tuple[str, int], node_rank: int, num_nodes: int, stuck_s: float
+    ) -> None:
+        self._stuck_s = stuck_s
         self._endpoint, self._rank, self._num_nodes = endpoint, node_rank, num_nodes
         self._server = self._listen() if node_rank == 0 else None
         self._client: Any = None
         self._lock = threading.Lock()
         self._status: Mapping[str, Any] | None = None
+        self._said_at = time.monotonic()
         self._own_order: Mapping[str, Any] | None = None
         self._order: Mapping[str, Any] | None = None
+        self._order_mark = b""
+        self._problem = ""
         self._statuses: dict[int, tuple[Mapping[str, Any], float]] = {}
         self._texts: dict[int, bytes] = {}
         self._sequence = 0
@@ -117,7 +134,7 @@ class StoreBoard:
 
     def say(self, status: Mapping[str, Any]) -> None:
         with self._lock:
-            self._status = status
+            self._status, self._said_at = status, time.monotonic()
 
     def order(self) -> Mapping[str, Any] | None:
         with self._lock:
@@ -140,6 +157,11 @@ class StoreBoard:
         with self._lock:
             return time.monotonic() - self._heard_at
 
+    def problem(self) -> str:
+        """Why the store did not answer the last time, empty if it did."""
+        with self._lock:
+            return self._problem
+
     def close(self) -> None:
         """Ends the thread; node 0's store goes with it."""
         self._closing.set()
@@ -154,9 +176,11 @@ class StoreBoard:
                     self._client = self._connect()
                 self._exchange(self._client)
                 with self._lock:
-                    self._heard_at = time.monotonic()
-            except Exception:  # of the network, in several classes; silence_s tells
+                    self._heard_at, self._problem = time.monotonic(), ""
+            except Exception as error:  # of the network, in several classes; silence_s tells
                 self._client = None
+                with self._lock:
+                    self._problem = str(error).partition("\n")[0]
             self._closing.wait(PERIOD_S)
 
     def _connect(self) -> Any:
@@ -177,17 +201,33 @@ class StoreBoard:
     def _exchange(self, store: Any) -> None:
         with self._lock:
             status, order = self._status, self._own_order
-            self._sequence += 1
+            if time.monotonic() - self._said_at < self._stuck_s:
+                self._sequence += 1
         if status is not None:
             store.set(f"node/{self._rank}", json.dumps([self._sequence, status]))
         if self._rank == 0:
-            if order is not None:
-                store.set("order", json.dumps(order))
+            self._write_order(store, order)
             self._read_statuses(store)
-        elif store.check(["order"]):
-            found = json.loads(store.get("order"))
-            with self._lock:
-                self._order = found
+        elif store.check(["order-mark"]):
+            self._read_order(store)
+
+    def _write_order(self, store: Any, order: Mapping[str, Any] | None) -> None:
+        """See [Order mark]: it comes last, so that it never stands for an older order."""
+        if order is None or order is self._order:
+            return
+        text = json.dumps(order)
+        store.set("order", text)
+        store.set("order-mark", hashlib.sha256(text.encode()).hexdigest())
+        self._order = order
+
+    def _read_order(self, store: Any) -> None:
+        mark = store.get("order-mark")
+        if mark == self._order_mark:
+            return
+        found = json.loads(store.get("order"))
+        self._order_mark = mark
+        with self._lock:
+            self._order = found
 
     def _read_statuses(self, store: Any) -> None:
         for rank in range(1, self._num_nodes):

@@ -22,7 +22,7 @@ from megatron_ntp.events import EventLog
 from megatron_ntp.launchers.check import this_host
 from megatron_ntp.launchers.parent import adopt_orphans
 from megatron_ntp.supervisor import guards, options, training
-from megatron_ntp.supervisor.attempt import steps_left_behind
+from megatron_ntp.supervisor.attempt import LONGEST_END_S, steps_left_behind
 from megatron_ntp.supervisor.board import PERIOD_S, Board, LocalBoard, StoreBoard
 from megatron_ntp.supervisor.controller import Controller
 from megatron_ntp.supervisor.desk import POLL_S, Desk
@@ -43,6 +43,7 @@ from megatron_ntp.supervisor.worker import Worker
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _TOUCH_S = 10.0
 _REMAINS_S = 30.0
+_STUCK_S = 15.0
 _WARDEN_S = 10.0
 _SIGNAL_PATIENCE_S = 3.0
 
@@ -105,7 +106,8 @@ def _board(given: Options) -> Board:
     if given.endpoint is None:
         return LocalBoard()
     try:
-        return StoreBoard(given.endpoint, given.node_rank, given.num_nodes)
+        stuck_s = given.stop_grace_s + LONGEST_END_S + _STUCK_S
+        return StoreBoard(given.endpoint, given.node_rank, given.num_nodes, stuck_s)
     except OSError as error:
         raise UnsupportedFlagError(f"{error}. Is another job there?") from error
 
@@ -190,7 +192,8 @@ def _follow(worker: Worker, board: Board, given: Options, keep_alive: Callable[[
         if worker.signal and board.silence_s() > _SIGNAL_PATIENCE_S:
             return 128 + worker.signal
         if board.silence_s() > patience_s:
-            _say(given, f"no word of node 0 for {patience_s:g} s (--join-deadline)")
+            why = f": {board.problem()}" if board.problem() else ""
+            _say(given, f"no word of node 0 for {patience_s:g} s (--join-deadline){why}")
             return 1
         time.sleep(POLL_S)
     _say(given, f"the job has ended, status {worker.end_status}")

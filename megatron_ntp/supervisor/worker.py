@@ -11,6 +11,7 @@ older one has started is ended.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import threading
@@ -255,16 +256,21 @@ class _Background:
 
 
 def own_address(endpoint: tuple[str, int] | None) -> str:
-    """This node's address as the others reach it: that of its way to the rendezvous endpoint."""
+    """This node's address as the others reach it: that of its way to the rendezvous endpoint.
+
+    Node 0's own name may stand for the loopback address there, as some systems have it in
+    /etc/hosts; the others reach it by the name that they were given.
+    """
     if endpoint is None:
         return "127.0.0.1"
     try:
         family, kind, *_, target = socket.getaddrinfo(*endpoint, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(target)  # sends nothing
-            return str(probe.getsockname()[0])
+            address = str(probe.getsockname()[0])
     except OSError:
         return socket.gethostname()
+    return endpoint[0] if ipaddress.ip_address(address).is_loopback else address
 
 
 def free_port() -> int:

@@ -11,6 +11,9 @@ from supervised import wait_for
 from megatron_ntp.supervisor.attempt import Failure
 from megatron_ntp.supervisor.board import StoreBoard
 from megatron_ntp.supervisor.watch import culprit
+from megatron_ntp.supervisor.worker import own_address
+
+STUCK_S = 2.0
 
 
 @pytest.mark.parametrize(
@@ -52,19 +55,45 @@ def boards() -> Iterator[list[StoreBoard]]:
 def test_status_and_orders_travel_and_silence_is_noticed(
     endpoint: tuple[str, int], boards: list[StoreBoard]
 ) -> None:
-    boards.append(StoreBoard(endpoint, 1, 2))  # a node may be there before node 0
-    boards.append(StoreBoard(endpoint, 0, 2))
+    boards.append(StoreBoard(endpoint, 1, 2, STUCK_S))  # a node may be there before node 0
+    wait_for("a reason", lambda: "refused" in boards[0].problem())
+    boards.append(StoreBoard(endpoint, 0, 2, STUCK_S))
     other, first = boards
     first.say({"n": 0})
     other.say({"n": 1})
     first.give({"kind": "check"})
     wait_for("the order", lambda: other.order() == {"kind": "check"})
     wait_for("both", lambda: {r: s.status["n"] for r, s in first.seen().items()} == {0: 0, 1: 1})
+    order = other.order()
     time.sleep(1.0)
-    assert first.seen()[1].age_s < 1.0 and other.silence_s() < 1.0
+    assert first.seen()[1].age_s < 1.0 and other.silence_s() < 1.0 and not other.problem()
+    assert other.order() is order, "an order travels once: it is large in a large job"
+    first.give({"kind": "stop"})
+    wait_for("the next order", lambda: other.order() == {"kind": "stop"})
     other.close()
     wait_for("silence", lambda: first.seen()[1].age_s > 1.0, 10)
     assert first.seen()[1].status == {"n": 1} and first.seen()[0].age_s == 0
+
+
+def test_a_supervisor_that_is_stuck_falls_silent(
+    endpoint: tuple[str, int], boards: list[StoreBoard]
+) -> None:
+    """Its thread goes on, but must not speak for it: what it says of ranks is old."""
+    boards.append(StoreBoard(endpoint, 0, 2, 0.5))
+    boards.append(StoreBoard(endpoint, 1, 2, 0.5))
+    first, other = boards
+    other.say({"n": 1})
+    wait_for("its word", lambda: first.seen().get(1))
+    wait_for("silence", lambda: first.seen()[1].age_s > 1.0, 10)
+    assert other.silence_s() < 1.0
+    other.say({"n": 1})
+    wait_for("its word again", lambda: first.seen()[1].age_s < 0.5, 10)
+
+
+@pytest.mark.parametrize("name", ["127.0.1.1", "localhost", "127.0.0.1"])
+def test_where_a_name_is_loopback_others_take_the_name(name: str) -> None:
+    """On node 0, if /etc/hosts has its name as 127.0.1.1: no other node may be sent there."""
+    assert own_address((name, 29400)) == name
 
 
 def test_an_endpoint_that_is_taken(endpoint: tuple[str, int], boards: list[StoreBoard]) -> None:
@@ -72,4 +101,4 @@ def test_an_endpoint_that_is_taken(endpoint: tuple[str, int], boards: list[Store
         other.bind(endpoint)
         other.listen()
         with pytest.raises(OSError, match="cannot listen at --rdzv-endpoint"):
-            boards.append(StoreBoard(endpoint, 0, 2))
+            boards.append(StoreBoard(endpoint, 0, 2, STUCK_S))
