@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from megatron_ntp.errors import CheckpointError, PlanError
 from megatron_ntp.launchers.nodes import Node, Placement
-from megatron_ntp.plan.serial import write_atomically
 from megatron_ntp.supervisor import guards
 from megatron_ntp.supervisor.board import Seen
 from megatron_ntp.supervisor.decide import Decision, decide
@@ -42,7 +41,7 @@ class Controller:
         except (PlanError, CheckpointError) as error:
             self._desk.say(f"error: {error}")
             status, reason = 2, str(error)
-        self._desk.log.write("finished", status=status, reason=reason, attempts=self._attempt)
+        self._desk.note("finished", status=status, reason=reason, attempts=self._attempt)
         self._desk.say(f"{reason}; status {status}")
         self._end_all(status)
         return status
@@ -60,10 +59,13 @@ class Controller:
             if self._desk.signal():
                 return self._desk.status_of_signal(), "stopped between attempts"
             decision = decide(nodes, self._desk.training.shape, self._desk.training.terms)
-            self._tell(decision, nodes, checked - started)
+            number = self._folder.next_number(self._state)
+            self._tell(number, decision, nodes, checked - started)
             if decision.placement is None:
+                if self._lost_nodes_come_back():
+                    continue
                 return decision.status, decision.reason
-            cause = self._run_attempt(decision.placement, checked - started, checked)
+            cause = self._run_attempt(number, decision.placement, checked - started, checked)
             if cause.kind == "finished":
                 self._write(replace(self._state, finished=True))
                 return 0, "the training has finished"
@@ -95,20 +97,36 @@ class Controller:
         self._desk.instances = {rank: s.status["instance"] for rank, s in reported.items()}
         return self._desk.reports(reported)
 
+    def _lost_nodes_come_back(self) -> bool:
+        """Waits for nodes without which nothing can run: it may be the network that was gone."""
+        lost = set(range(self._desk.options.num_nodes)) - set(self._desk.alive())
+        if not lost:
+            return False
+        hosts = ", ".join(self._desk.nodes[rank].host for rank in sorted(lost))
+        self._desk.say(f"waiting {self._join_s():g} s for lost nodes: {hosts}")
+
+        def is_over() -> bool:
+            return bool(lost & set(self._desk.alive()) or self._desk.signal())
+
+        return self._desk.until(is_over, self._join_s())
+
     def _has_reported(self, seen: Seen) -> bool:
         return self._desk.is_of_session(seen) and seen.status["round"] == self._round
 
-    def _tell(self, decision: Decision, nodes: Sequence[Node], health_s: float) -> None:
+    def _tell(
+        self, number: int, decision: Decision, nodes: Sequence[Node], health_s: float
+    ) -> None:
         dead = {
             f"{node.host} slot {number}": slot.reason
             for node in nodes
             for number, slot in enumerate(node.slots)
             if slot.device is None
         }
-        self._desk.log.write("health", dead=dead, seconds=rounded(health_s))
+        self._desk.note("health", attempt=number, dead=dead, seconds=rounded(health_s))
         placement = decision.placement
-        self._desk.log.write(
+        self._desk.note(
             "decision",
+            attempt=number,
             reason=decision.reason,
             degrees=None if placement is None else list(placement.degrees),
             dropped=decision.num_dropped,
@@ -124,19 +142,20 @@ class Controller:
 
     # ---- one attempt ----
 
-    def _run_attempt(self, placement: Placement, health_s: float, checked: float) -> Cause:
-        number, folder = self._folder.next_attempt(self._state)
+    def _run_attempt(
+        self, number: int, placement: Placement, health_s: float, checked: float
+    ) -> Cause:
         self._attempt = number
+        folder = self._folder.make_attempt(number, placement.to_json())
         checkpoint = self._desk.newest_checkpoint()
         command = self._desk.training.command(placement, self._may_begin_anew(checkpoint))
-        write_atomically(folder / "placement.json", placement.to_json())
         record = AttemptRecord(number, placement.degrees, checkpoint)
         ledger = guards.ended_on_purpose(self._state.ledger, checkpoint, max(checkpoint, 0))
         self._write(replace(self._state.with_attempt(record), ledger=ledger))
         hosts = {str(rank): node.host for rank, node in enumerate(self._desk.nodes)}
         members = [r for r, node in enumerate(self._desk.nodes) if placement.agents_of(node.host)]
         first = next(r for r in members if hosts[str(r)] == placement.agents[0].host)
-        self._desk.log.write(
+        self._desk.note(
             "attempt-started",
             attempt=number,
             degrees=list(placement.degrees),
@@ -188,7 +207,7 @@ class Controller:
             ledger = guards.failed(self._state.ledger, checkpoint, watch.step, time.time())
         self._write(replace(self._state.with_attempt(record), ledger=ledger))
         is_end = cause.kind == "finished"
-        self._desk.log.write(
+        self._desk.note(
             "attempt-ended",
             attempt=record.number,
             degrees=list(record.degrees),

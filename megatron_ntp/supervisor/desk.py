@@ -37,7 +37,7 @@ class Desk:
         log: EventLog,
         keep_alive: Callable[[], None],
     ) -> None:
-        self.options, self.training, self.log = options, training, log
+        self.options, self.training, self._log = options, training, log
         self._board, self._worker, self._keep_alive = board, worker, keep_alive
         self._session = f"{time.time():.6f}"
         self._host_names: dict[int, str] = {}
@@ -48,6 +48,13 @@ class Desk:
     def give(self, kind: str, **fields: Any) -> None:
         """The order for all nodes, see `worker`."""
         self._board.give({"session": self._session, "kind": kind, **fields})
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Into the log of events. Nothing depends on it: a full disk must not end a job."""
+        try:
+            self._log.write(event, **fields)
+        except OSError as error:
+            self.say(f"the log of events cannot be written: {error}: {event} {fields}")
 
     def until(self, done: Callable[[], Any], deadline_s: float) -> bool:
         """Keeps the own worker going until `done`; False after the deadline."""

@@ -8,25 +8,26 @@ and RUN_DIR/.locks/JOBID.node-R.json says which supervisor of node R is at work.
 
 [Identity] A folder is taken over only by the same job. With --job-id that is whoever names it. A
 Slurm job that was queued again has a higher SLURM_RESTART_COUNT; a supervisor started again inside
-its allocation has the same, and the same start time of the job. Anything else under that number is
-another job, as after a controller was reset: the folder is put aside as JOBID.stale-TIME. Without
-either, the folder goes by the training command, and lasts until the machine is booted or the job
-has ended by itself.
+its allocation has the same, the same start time of the job, and the same training command. Anything
+else under that number is another job, as after a controller was reset, or the next command of a
+batch script: the folder is put aside as JOBID.stale-TIME. Without either, the folder goes by the
+training command, and lasts until the machine is booted or the job has ended by itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ntp.errors import PlanError
+from megatron_ntp.errors import PlanError, PlanFileError
 from megatron_ntp.plan.serial import write_atomically
 from megatron_ntp.supervisor.guards import Ledger
 
@@ -44,12 +45,17 @@ class RunStateError(PlanError):
 
 @dataclass(frozen=True)
 class Identity:
-    """Who a job is. See [Identity]. `source` is explicit, slurm or command."""
+    """Who a job is. See [Identity]. `source` is explicit, slurm or command.
+
+    `restart` is Slurm's count; `mark` says when the job, or the machine, was started; `command` is
+    the short name of the training command.
+    """
 
     source: str
     name: str
     restart: int = 0
     mark: str = ""
+    command: str = ""
 
     def continues(self, earlier: Identity) -> bool:
         """Whether a job that left state under this name is the same one."""
@@ -59,7 +65,7 @@ class Identity:
             return True
         if self.source == "slurm" and self.restart != earlier.restart:
             return self.restart > earlier.restart
-        return self.mark == earlier.mark
+        return (self.mark, self.command) == (earlier.mark, earlier.command)
 
 
 def identify(job_id: str | None, words: Sequence[str], environ: Mapping[str, str]) -> Identity:
@@ -70,13 +76,14 @@ def identify(job_id: str | None, words: Sequence[str], environ: Mapping[str, str
                 f"--job-id {job_id!r} names a folder: use letters, digits, '.', '_' and '-'"
             )
         return Identity("explicit", job_id)
+    told = json.dumps([os.getcwd(), *words])
+    command = hashlib.sha256(told.encode()).hexdigest()[:8]
     slurm = environ.get("SLURM_JOB_ID")
     if slurm:
         count = environ.get("SLURM_RESTART_COUNT", "0")
         mark = environ.get("SLURM_JOB_START_TIME") or boot_id()
-        return Identity("slurm", slurm, int(count) if count.isdecimal() else 0, mark)
-    told = json.dumps([os.getcwd(), *words])
-    return Identity("command", f"job-{hashlib.sha256(told.encode()).hexdigest()[:8]}", 0, boot_id())
+        return Identity("slurm", slurm, int(count) if count.isdecimal() else 0, mark, command)
+    return Identity("command", f"job-{command}", 0, boot_id())
 
 
 def boot_id() -> str:
@@ -147,17 +154,12 @@ class JobFolder:
             RunStateError: the folder cannot be made, or its state read.
         """
         aside = None
-        try:
+        with _told_if_unusable(self.path):
             earlier = self._read()
             if earlier is not None and not self._is_ours(earlier):
                 aside = self._put_aside()
                 earlier = None
             self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunStateError(
-                f"the job's folder {self.path} cannot be used: {error.strerror}. Give a folder "
-                "that all nodes share and this user may write to, with --run-dir"
-            ) from error
         state = JobState(self.identity) if earlier is None else earlier
         state = replace(state, identity=self.identity)
         self.write(state)
@@ -187,16 +189,38 @@ class JobFolder:
 
     def write(self, state: JobState) -> None:
         """Replaces job.json."""
-        write_atomically(self.path / "job.json", state.to_json())
+        with _told_if_unusable(self.path):
+            write_atomically(self.path / "job.json", state.to_json())
 
-    def next_attempt(self, state: JobState) -> tuple[int, Path]:
-        """A number that no attempt has had, and its folder, made now."""
+    def next_number(self, state: JobState) -> int:
+        """A number that no attempt has had."""
         numbers = [record.number for record in state.attempts]
-        numbers += [int(m[1]) for p in self.path.iterdir() if (m := _ATTEMPT.fullmatch(p.name))]
-        number = max(numbers, default=0) + 1
+        with _told_if_unusable(self.path):
+            names = os.listdir(self.path)
+        numbers += [int(match[1]) for name in names if (match := _ATTEMPT.fullmatch(name))]
+        return max(numbers, default=0) + 1
+
+    def make_attempt(self, number: int, placement: str) -> Path:
+        """The folder of an attempt, made now, with its placement."""
         folder = self.path / f"attempt-{number:03d}"
-        folder.mkdir()
-        return number, folder
+        with _told_if_unusable(self.path):
+            folder.mkdir()
+            write_atomically(folder / "placement.json", placement)
+        return folder
+
+
+@contextlib.contextmanager
+def _told_if_unusable(folder: Path) -> Iterator[None]:
+    """Raises RunStateError where this folder cannot be written."""
+    try:
+        yield
+    except (OSError, PlanFileError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        why = getattr(cause, "strerror", None) or error
+        raise RunStateError(
+            f"the job's folder {folder} cannot be used: {why}. Give a folder that all nodes share "
+            "and this user may write to, with --run-dir"
+        ) from error
 
 
 # --- one supervisor per node ---------------------------------------------------------------------
@@ -244,8 +268,9 @@ class NodeLock:
                 f"a supervisor of this job is at work already: process {before.pid} on "
                 f"{before.host} ({self._path}). End it first, or give another --job-id"
             )
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._path, json.dumps(asdict(self._me)) + "\n")
+        with _told_if_unusable(self._path.parent):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._path, json.dumps(asdict(self._me)) + "\n")
         if self._read() != self._me:
             raise RunStateError(f"another supervisor took {self._path} at the same moment")
         return before

@@ -24,6 +24,7 @@ from megatron_ntp.plan.batch import BatchPolicy
 from megatron_ntp.settings import NTPSettings, add_arguments
 from megatron_ntp.supervisor.decide import Terms
 
+_LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "srun", "mpirun")
 OR_SCRATCH = ("--ntp-load", LoadMode.OR_SCRATCH.value)
 
 
@@ -144,6 +145,12 @@ _FOR_ONE_START = {
 
 
 def _check(words: Sequence[str], given: GivenWords, settings: NTPSettings) -> None:
+    for word in words[:4]:
+        if Path(word).name in _LAUNCHERS:
+            raise UnsupportedFlagError(
+                f"remove {word} and its options from the training command: launch itself starts "
+                "one process for each GPU, and tells it its rank"
+            )
     for name in ("ntp_failed", "ntp_degrees", "ntp_plan"):
         if getattr(settings, name) is not None:
             flag = "--" + name.replace("_", "-")

@@ -91,7 +91,7 @@ class AttemptWatch:
             pass
         (cause,) = found
         if cause.kind == "failed":
-            self._desk.log.write(
+            self._desk.note(
                 "fault-detected",
                 attempt=self._number,
                 reason=cause.reason,
@@ -183,7 +183,7 @@ class AttemptWatch:
         last = min(found, key=lambda first: first.age_s)
         detected = self._desk.detected_at
         restart = None if detected is None else time.monotonic() - last.age_s - detected
-        self._desk.log.write(
+        self._desk.note(
             "first-step",
             attempt=self._number,
             step=self.step,
@@ -211,7 +211,7 @@ class AttemptWatch:
             return None
         self._tracked = mark
         checkpoint = self._desk.newest_checkpoint()
-        self._desk.log.write(
+        self._desk.note(
             "step-progress", attempt=self._number, step=self.step, checkpoint=checkpoint
         )
         if not self._desk.options.regrow_at_checkpoint:
@@ -241,7 +241,7 @@ class AttemptWatch:
         if cause.kind == "regrow":
             return cause
         statuses = self._statuses()
-        self._desk.log.write(
+        self._desk.note(
             "stopped", attempt=self._number, signal=number, in_time=in_time, statuses=statuses
         )
         # A rank that is on its way out already may still be ended by the SIGTERM that asked it.

@@ -53,6 +53,7 @@ def test_the_life_of_a_job(tmp_path: Path, started: list[Supervisor]) -> None:
     started.append(first)
     job.wait_for("first-step", 1)
     assert job.events("attempt-started")[0]["degrees"] == [1, 2]
+    assert [job.events(name)[0]["attempt"] for name in ("health", "decision")] == [1, 1]
     ranks = job.ranks(1)
     assert [text.split()[5] for text in ranks.values()] == ["2", "3", "0"], "lowest degree last"
     assert all("failed 0:1 load or-scratch" in text for text in ranks.values())

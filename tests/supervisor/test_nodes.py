@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,18 +33,22 @@ def nodes(tmp_path: Path) -> list[FakeNode]:
 
 
 @pytest.fixture
-def supervisors(tmp_path: Path, nodes: list[FakeNode]) -> Iterator[list[Supervisor]]:
+def start(tmp_path: Path, nodes: list[FakeNode]) -> Iterator[Callable[[int], Supervisor]]:
+    """Starts the supervisor of a node."""
     endpoint = f"127.0.0.1:{free_port()}"
-    found = []
-    for rank, node in enumerate(nodes):
+    found: list[Supervisor] = []
+
+    def start(rank: int) -> Supervisor:
         words = (
             f"--nnodes 2 --node-rank {rank} --rdzv-endpoint {endpoint} --gpus-per-node 4 --tp 4 "
             "--job-id job --stop-grace 2 --health-interval 0.5 --node-deadline 4 --backoff 0.2 "
-            "--hang-step 30"
+            "--hang-step 30 --min-degree 3"
         )
-        environ = node.env(SLURMD_NODENAME=f"n{rank + 1}")
+        environ = nodes[rank].env(SLURMD_NODENAME=f"n{rank + 1}")
         found.append(Supervisor(tmp_path, words, f"{TRAIN} --steps 100000", environ))
-    yield found
+        return found[-1]
+
+    yield start
     for supervisor in found:
         if supervisor.process.poll() is None:
             supervisor.kill()
@@ -58,9 +62,9 @@ def devices(job: Job, attempt: int) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_two_nodes_with_four_and_three_gpus(
-    tmp_path: Path, nodes: list[FakeNode], supervisors: list[Supervisor]
+    tmp_path: Path, nodes: list[FakeNode], start: Callable[[int], Supervisor]
 ) -> None:
-    job = Job(tmp_path)
+    job, supervisors = Job(tmp_path), [start(0), start(1)]
     job.wait_for("first-step", 1)
     assert job.events("attempt-started")[0]["degrees"] == [4, 3]
     first, second = nodes[0].uuids, nodes[1].uuids
@@ -87,6 +91,13 @@ def test_two_nodes_with_four_and_three_gpus(
     assert job.events("decision")[2]["dropped"] == 1
     assert list(job.ranks(3)) == ["00.n1", "01.n1", "02.n1"]
     assert all("failed 0:2" in text for text in job.ranks(3).values())
+
+    nodes[0].gpu(1).lost = 1
+    job.wait_for("attempt-ended", 3)
+    wait_for("patience", lambda: "waiting 300 s for lost nodes: n2" in supervisors[0].output)
+    start(1)
+    job.wait_for("first-step", 4)
+    assert list(job.ranks(4)) == ["00.n2", "01.n2", "02.n2"], "node 0 itself has too few"
 
     supervisors[0].send(signal.SIGTERM)
     assert supervisors[0].wait() == 0, supervisors[0].output

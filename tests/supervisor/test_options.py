@@ -70,6 +70,9 @@ def test_what_is_missing_is_said(words: str, environ: dict[str, str], told: str)
         ("--gpus-per-node 2", "give the training command after a lone --"),
         ("--gpus-per-node 2 -- p.py --save a --load b", "--pretrained-checkpoint b"),
         ("--gpus-per-node 2 --job-id a/b -- p.py", "names a folder"),
+        ("--gpus-per-node 2 --run-dir /dev/null/runs -- p.py", "with --run-dir"),
+        ("--gpus-per-node 2 -- torchrun --nproc-per-node 2 p.py", "remove torchrun"),
+        ("--gpus-per-node 2 -- python -m torch.distributed.run p.py", "launch itself starts"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(

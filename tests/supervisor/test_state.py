@@ -38,17 +38,22 @@ def test_state_comes_back_as_it_was(tmp_path: Path) -> None:
 def test_attempts_are_counted_on(tmp_path: Path) -> None:
     folder = JobFolder(tmp_path, Identity("explicit", "a"))
     state, _ = folder.open()
-    assert folder.next_attempt(state)[0] == 1
-    assert folder.next_attempt(state)[0] == 2, "the folder of a supervisor that died early counts"
-    state = state.with_attempt(AttemptRecord(1000))
-    number, path = folder.next_attempt(state)
-    assert number == 1001 and path.is_dir()
+    assert folder.next_number(state) == 1
+    folder.make_attempt(1, "{}")
+    assert folder.next_number(state) == 2, "the folder of a supervisor that died early counts"
+    assert folder.next_number(state.with_attempt(AttemptRecord(1000))) == 1001
+    assert (folder.make_attempt(1001, "{}") / "placement.json").read_text() == "{}"
 
 
 def test_who_a_job_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     assert identify("x", ["a"], SLURM) == Identity("explicit", "x")
-    assert identify(None, ["a"], SLURM) == Identity("slurm", "7", 0, "1000")
+    mine = identify(None, ["a"], SLURM)
+    assert mine == Identity("slurm", "7", 0, "1000", mine.command)
+    assert mine.continues(identify(None, ["a"], SLURM))
+    assert not mine.continues(identify(None, ["b"], SLURM)), "the next command of a batch script"
+    again = identify(None, ["a", "--name=2"], {**SLURM, "SLURM_RESTART_COUNT": "1"})
+    assert again.continues(mine), "queued again"
     assert identify(None, ["a"], {}) == identify(None, ["a"], {})
     assert identify(None, ["a"], {}) != identify(None, ["b"], {})
     for bad in ("", "../up", ".hidden", "a/b"):
