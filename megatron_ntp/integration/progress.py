@@ -7,7 +7,7 @@ patches puts around them, and costs nothing where nobody listens.
 A listener is called with the moment and the number of steps that the job has completed (-1 before
 that is known), in the thread that trains:
 
-    start   load loaded   step stepped ... save saved ...   trained   exit
+    start   load loaded   step stepped ... eval evaluated ... save saved ...   trained   exit
 
 A training loop of another library shows `start`, `exit`, and what it calls of these functions.
 """
@@ -33,6 +33,7 @@ WATCHED: Mapping[str, tuple[str, str]] = {
     "megatron.training.checkpointing:load_checkpoint": ("load", "loaded"),
     "megatron.training.training:train_step": ("step", "stepped"),
     "megatron.training.checkpointing:save_checkpoint": ("save", "saved"),
+    "megatron.training.training:evaluate": ("eval", "evaluated"),
     "megatron.training.training:train": ("", "trained"),
 }
 """Functions of Megatron, and the moments that their start and their return are."""
@@ -98,7 +99,7 @@ class BeatListener:
 
     def __init__(self, writer: beats.BeatWriter) -> None:
         self._writer = writer
-        self._after_save = "train"
+        self._between = "train"
 
     def __call__(self, moment: str, iteration: int) -> None:
         if moment == "stepped":
@@ -108,12 +109,12 @@ class BeatListener:
         elif moment in ("loaded", "step"):
             if moment == "loaded" or self._writer.phase != "train":
                 self._writer.say("train", iteration)
-        elif moment == "save":
-            self._writer.say("save", iteration)
-        elif moment == "saved":
-            self._writer.say(self._after_save)
+        elif moment in ("eval", "save"):
+            self._writer.say(moment, iteration)
+        elif moment in ("evaluated", "saved"):
+            self._writer.say(self._between)
         elif moment in ("trained", "exit"):
-            self._after_save = "done"
+            self._between = "done"
             self._writer.say("done")
 
 

@@ -120,6 +120,7 @@ def _hang_options(group: argparse._ArgumentGroup) -> None:
         ("start", _DEADLINES.start_s, "until checkpoints are read, and at the end"),
         ("load", _DEADLINES.load_s, "reading a checkpoint"),
         ("first-step", _DEADLINES.first_step_s, "after it was read"),
+        ("eval", _DEADLINES.eval_s, "evaluating"),
         ("save", _DEADLINES.save_s, "writing one"),
         ("step-min", _DEADLINES.step_min_s, "least deadline of a step"),
     ):
@@ -195,6 +196,7 @@ def read(words: Sequence[str], environ: Mapping[str, str]) -> Options:
             start_s=given.hang_start,
             load_s=given.hang_load,
             first_step_s=given.hang_first_step,
+            eval_s=given.hang_eval,
             save_s=given.hang_save,
             step_min_s=given.hang_step_min,
             step_factor=given.hang_factor,

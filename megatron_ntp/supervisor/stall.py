@@ -2,8 +2,8 @@
 
 [All of them] Ranks wait for each other in every step, and one that saves or compiles keeps the
 others from their next step. So a job hangs if *no* rank has moved for longer than any of them may
-take in its phase. Steps get a deadline learned from earlier steps; start, load, the first step and
-saving have generous ones of their own.
+take in its phase. Steps get a deadline learned from earlier steps; start, load, the first step,
+evaluating and saving have generous ones of their own.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Deadlines:
     start_s: float = 900.0
     load_s: float = 1800.0
     first_step_s: float = 1800.0
+    eval_s: float = 1800.0
     save_s: float = 1800.0
     step_min_s: float = 300.0
     step_factor: float = 5.0
@@ -81,6 +82,7 @@ class StepTimes:
     def see(self, beat: Beat) -> None:
         """Notes a beat; called often, also if nothing has changed."""
         if beat.phase != "train" or FIRST_STEP not in beat.marks:
+            self._last = None  # the next step follows what is no step
             return
         if self._last is None or beat.iteration < self._last[0]:
             self._last = beat.iteration, beat.since
@@ -98,7 +100,7 @@ def limit_s(sign: Sign, deadlines: Deadlines, longest_s: float) -> float:
     """How long a rank may take for what it is doing."""
     if sign.phase == "train":
         return deadlines.of_step(longest_s) if sign.stepped else deadlines.first_step_s
-    by_phase = {"load": deadlines.load_s, "save": deadlines.save_s}
+    by_phase = {"load": deadlines.load_s, "eval": deadlines.eval_s, "save": deadlines.save_s}
     return by_phase.get(sign.phase, deadlines.start_s)
 
 

@@ -23,7 +23,8 @@ from megatron_ntp.checkpoint.folder import list_folder
 
 STEPS = 6
 SAVE_EVERY = 2
-ORDER = ["start", "load", "train", "first-step", "save", "done"]
+ORDER = ["start", "load", "train", "first-step", "save", "eval", "done"]
+EVALUATES = ("--eval-iters", "1", "--eval-interval", str(STEPS - 1))
 WATCHED_MODULES = ("megatron.training.training", "megatron.training.checkpointing")
 
 _before: dict[str, dict[str, Any]] = {}
@@ -61,7 +62,7 @@ def test_a_plain_job_reports_and_is_not_touched(core: Path | None, tmp_path: Pat
     folder = tmp_path / "beats"
     folder.mkdir()
     training = run_training(
-        argv(tmp_path / "saved"),
+        argv(tmp_path / "saved", *EVALUATES),
         2,
         core=core,
         environment={beats.ENV: str(folder)},
@@ -75,7 +76,7 @@ def test_a_plain_job_reports_and_is_not_touched(core: Path | None, tmp_path: Pat
         assert (beat.phase, beat.iteration) == ("done", STEPS)
         marks = sorted(beat.marks, key=lambda name: beat.marks[name])
         assert marks == [name for name in ORDER if name != "load" or "load" in beat.marks]
-        assert {"start", "train", "first-step", "save", "done"} <= set(marks)
+        assert {"start", "train", "first-step", "save", "eval", "done"} <= set(marks)
 
 
 @pytest.fixture(scope="module")

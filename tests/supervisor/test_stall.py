@@ -6,7 +6,7 @@ from megatron_ntp.beats import FIRST_STEP, Beat
 from megatron_ntp.supervisor.stall import Deadlines, Sign, Stall, StepTimes, find_stall
 
 DEADLINES = Deadlines(
-    start_s=100, load_s=200, first_step_s=300, save_s=400, step_min_s=10, step_factor=5
+    start_s=100, load_s=200, first_step_s=300, save_s=400, eval_s=500, step_min_s=10, step_factor=5
 )
 
 
@@ -39,7 +39,8 @@ def test_who_moves_excuses_the_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "deadline_s"), [("start", 100), ("load", 200), ("save", 400), ("done", 100)]
+    ("phase", "deadline_s"),
+    [("start", 100), ("load", 200), ("save", 400), ("eval", 500), ("done", 100)],
 )
 def test_phases_have_deadlines_of_their_own(phase: str, deadline_s: float) -> None:
     """A rank that saves keeps the others from their step."""
@@ -84,8 +85,9 @@ def test_times_of_steps() -> None:
     times.see(beat(5, 101.5))
     times.see(beat(5, 101.5))
     times.see(beat(5, 109.0, "save"))
-    times.see(beat(9, 105.5))
-    assert times.longest_s == 1.5
+    times.see(beat(5, 119.0))
+    times.see(beat(9, 123.0))
+    assert times.longest_s == 1.5, "saves and evaluations are no steps"
     for step in range(10, 300):
         times.see(beat(step, 105.5 + step))
     assert times.longest_s == 1.0, "only the last steps count"
