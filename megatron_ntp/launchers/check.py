@@ -128,17 +128,32 @@ def _ask_driver(entries: list[str] | None) -> list[Device]:
 
 
 def read_faults(path: Path | None, host: str) -> Iterator[tuple[str, str]]:
-    """(device, reason) of the lines for this host. No file is no faults."""
+    """(device, reason) of the lines for this host, by its full or its short name.
+
+    No file is no faults. A line that makes no sense costs the node that it names, and no other.
+
+    Raises:
+        CheckError: a line for this host names no device.
+    """
     if path is None or not path.exists():
         return
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(_text(path).splitlines(), 1):
         words = line.partition("#")[0].strip().split(maxsplit=2)
-        if not words:
+        if not words or not _is_same_host(words[0], host):
             continue
         if len(words) < 2:
             raise CheckError(f"{path}, line {number}: {line!r} is not HOST DEVICE [reason]")
-        if words[0] == host:
-            yield words[1], words[2] if len(words) > 2 else f"in {path.name}"
+        yield words[1], words[2] if len(words) > 2 else f"in {path.name}"
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _is_same_host(one: str, other: str) -> bool:
+    """Whether two names mean one host, of which one may leave out the domain."""
+    short = {name.partition(".")[0] for name in (one, other)}
+    return one == other or (len(short) == 1 and ("." in one) != ("." in other))
 
 
 def _from_command(command: str | None) -> Iterator[tuple[str, str]]:
@@ -151,7 +166,8 @@ def _from_command(command: str | None) -> Iterator[tuple[str, str]]:
             shell=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=COMMAND_DEADLINE_S,
             check=False,
         )

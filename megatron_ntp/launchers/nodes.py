@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_ntp.errors import PlanFormatError, PlanTopologyError
@@ -58,6 +58,31 @@ class Node:
 def silent_node(host: str, num_slots: int) -> Node:
     """A node that did not report."""
     return Node(host, (Slot(None, "the node did not report"),) * num_slots)
+
+
+def distrust_numbers(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """Takes the slots of nodes that know GPUs by number alone where others know them by UUID.
+
+    Such a node has no driver, like one that came back from a reboot without it: ranks would fail
+    there, and all others with them.
+    """
+    if not any(_is_uuid(slot.device) for node in nodes for slot in node.slots):
+        return tuple(nodes)
+    reason = "its GPUs are known by number only, those of other nodes by UUID: no driver?"
+    return tuple(
+        replace(
+            node,
+            slots=tuple(
+                slot if slot.device is None or _is_uuid(slot.device) else Slot(None, reason)
+                for slot in node.slots
+            ),
+        )
+        for node in nodes
+    )
+
+
+def _is_uuid(device: str | None) -> bool:
+    return device is not None and device.startswith(("GPU-", "MIG-"))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_ntp.errors import CheckpointError
 from megatron_ntp.events import EventLog
-from megatron_ntp.launchers.nodes import Node, silent_node
+from megatron_ntp.launchers.nodes import Node, distrust_numbers, silent_node
 from megatron_ntp.supervisor.board import Board, Seen
 from megatron_ntp.supervisor.options import Options
 from megatron_ntp.supervisor.training import Training
@@ -93,9 +93,11 @@ class Desk:
                 node = silent_node(host, self.training.shape.gpus_per_node)
             nodes.append(node)
         hosts = [node.host for node in nodes]
-        return tuple(
-            replace(node, host=f"{node.host}#{rank}") if hosts.count(node.host) > 1 else node
-            for rank, node in enumerate(nodes)
+        return distrust_numbers(
+            [
+                replace(node, host=f"{node.host}#{rank}") if hosts.count(node.host) > 1 else node
+                for rank, node in enumerate(nodes)
+            ]
         )
 
     def signal(self) -> int:

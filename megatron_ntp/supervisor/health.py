@@ -4,7 +4,8 @@ The sources are those of `launchers.check`: NVML, the fault file, the site's com
 asked for verdicts, not only for names, and GPUs are kept by UUID from the first look on: one that
 falls off the bus shifts the numbers of those behind it. Every NVML call has a deadline.
 
-On a machine without a driver the slots are what CUDA_VISIBLE_DEVICES says, or numbers.
+On a machine without a driver the slots are what CUDA_VISIBLE_DEVICES says, or numbers; see
+`launchers.nodes.distrust_numbers`.
 """
 
 from __future__ import annotations
@@ -154,11 +155,12 @@ class NodeWatch:
 
 
 def _is_there(layer: NvmlProcess) -> bool:
-    """Whether there is a driver, though it may not answer."""
+    """Whether there is a driver, though it may not answer, or have lost all GPUs."""
     try:
-        return layer.count() > 0
+        layer.count()
     except DeviceError as error:
         return error.fault is not Fault.LIBRARY_MISSING
+    return True
 
 
 def _why(gpu: GpuHealth) -> str:

@@ -85,6 +85,13 @@ def test_only_dead_gpus_are_left_out(node: FakeNode, make: Make) -> None:
     assert report.slots[3].reason == "row-remap-failure"
 
 
+def test_a_driver_that_has_lost_all_gpus(node: FakeNode, make: Make) -> None:
+    for index in range(4):
+        node.gpu(index).present = 0
+    report = make().report()
+    assert report.num_dead == 4 and report.slots[0].reason == "not visible: 0 of 4 GPUs are"
+
+
 def test_a_mask_says_which_gpus_are_the_jobs(node: FakeNode, make: Make) -> None:
     uuids = list(node.uuids)
     report = make(f"2,{uuids[0][:12]},9").report()
@@ -122,9 +129,13 @@ def test_what_turns_bad_while_ranks_run(node: FakeNode, make: Make, tmp_path: Pa
 
 
 def test_a_fault_file_that_cannot_be_understood(node: FakeNode, make: Make, tmp_path: Path) -> None:
-    (tmp_path / "faults.txt").write_text("n1\n")
-    report = make(faults=tmp_path / "faults.txt").report()
+    faults = tmp_path / "faults.txt"
+    faults.write_text("n1\n")
+    report = make(faults=faults).report()
     assert report.num_dead == 4 and "is not HOST DEVICE [reason]" in report.slots[0].reason
+    faults.write_bytes(b"n2\nn1.site 1 d\xe9faut\nn10 2 other\n")
+    reasons = [slot.reason for slot in make(faults=faults).report().slots]
+    assert reasons == ["", "d\N{REPLACEMENT CHARACTER}faut", "", ""]
 
 
 def test_without_a_driver_slots_are_numbers(

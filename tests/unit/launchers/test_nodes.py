@@ -12,6 +12,7 @@ from megatron_ntp.launchers.nodes import (
     Placement,
     Shape,
     Slot,
+    distrust_numbers,
     place,
     silent_node,
 )
@@ -36,6 +37,16 @@ def test_the_node_of_the_reduced_replica_comes_last() -> None:
     assert found.world_size == 11
     assert [(e.host, e.slot, e.reason) for e in found.excluded] == [("a", 1, "bad 1")]
     assert found.agents_of("a") == ((2, found.agents[2]),)
+
+
+def test_a_node_that_lost_its_driver_offers_nothing() -> None:
+    """Others tell that this is a job of GPUs."""
+    bare, dead = node("a", 2), silent_node("c", 2)
+    assert distrust_numbers([bare, dead]) == (bare, dead)
+    by_uuid = Node("b", (Slot(None, "lost"), Slot("GPU-1")))
+    found = distrust_numbers([bare, by_uuid, dead])
+    assert found[1:] == (by_uuid, dead) and found[0].num_dead == 2
+    assert "no driver" in found[0].slots[0].reason
 
 
 def test_a_healthy_job_is_plain() -> None:
