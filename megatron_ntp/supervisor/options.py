@@ -13,7 +13,7 @@ from megatron_ntp.launchers.nodes import Shape
 from megatron_ntp.supervisor.guards import Limits
 from megatron_ntp.supervisor.stall import Deadlines
 
-_FIRST_PORT, _NUM_PORTS = 20000, 20000
+_FIRST_PORT, _NUM_PORTS = 20000, 12000  # below what Linux gives to connections
 _LIMITS, _DEADLINES = Limits(), Deadlines()
 
 
