@@ -31,6 +31,8 @@ class Inert:
         items: its members, for what is filled like a list or a dict.
     """
 
+    __slots__ = ("args", "fields", "items")  # there may be a million of them
+
     kind: ClassVar[str] = ""
 
     args: tuple[Any, ...]
@@ -73,6 +75,8 @@ class Inert:
 class Storage(Inert):
     """What stands for the numbers of a tensor: `args` is what torch wrote about them."""
 
+    __slots__ = ()
+
 
 def kind_of(value: Any) -> str:
     """`module.name` of a stand-in, or of the class that it stands for; else an empty string."""
@@ -104,7 +108,7 @@ class _InertUnpickler(pickle.Unpickler):
             return plain
         known = self._classes.get((module, name))
         if known is None:
-            known = type("Inert", (Inert,), {"kind": f"{module}.{name}"})
+            known = type("Inert", (Inert,), {"kind": f"{module}.{name}", "__slots__": ()})
             self._classes[module, name] = known
         return known
 

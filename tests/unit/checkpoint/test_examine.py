@@ -1,6 +1,7 @@
 """A whole checkpoint is told from a torn one, and the torn file is named."""
 
 import argparse
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,23 @@ def test_a_whole_checkpoint(path: Path) -> None:
     assert found.format is Format.TORCH_DIST
     assert found.nbytes == sum(file.stat().st_size for file in path.iterdir())
     assert contents(found) == []
+
+
+def test_metadata_is_read_without_the_garbage_collector(path: Path) -> None:
+    """Which would take most of the time where there are many chunks."""
+    rounds: list[str] = []
+    before = gc.get_threshold()
+    gc.callbacks.append(lambda phase, info: rounds.append(phase))
+    gc.set_threshold(1)
+    try:
+        rounds.clear()
+        read_stored(path)
+        num_rounds = len(rounds)
+    finally:
+        gc.callbacks.pop()
+        gc.set_threshold(*before)
+    assert num_rounds < 10
+    assert gc.isenabled()
 
 
 def test_what_it_says_about_its_job(path: Path) -> None:
