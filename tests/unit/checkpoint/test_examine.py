@@ -50,7 +50,7 @@ def test_metadata_is_read_without_the_garbage_collector(path: Path) -> None:
     finally:
         gc.callbacks.pop()
         gc.set_threshold(*before)
-    assert num_rounds < 10
+    assert num_rounds < 50  # around it, and not with every object of it
     assert gc.isenabled()
 
 
