@@ -99,6 +99,7 @@ class NodeRun:
         self._training = training
         self._stop_requested = False
         self._save_requested = False
+        self._asked: set[int] | None = None  # ranks, by process id
 
     def run(self, environ: Mapping[str, str]) -> int:
         """Start, watch, end; returns the status of this node. Called once."""
@@ -145,26 +146,29 @@ class NodeRun:
             if all(status == 0 for status in statuses):
                 return 0
             if self._save_requested:
-                self._save_requested = False
                 self._ask_ranks_to_save()
             time.sleep(POLL_S)
 
     def _ask_ranks_to_save(self) -> None:
-        """See [Signals]."""
-        print(f"{self._host}: time is nearly over, asking ranks to save and end", flush=True)
-        for pid in self._rank_pids():
+        """See [Signals]. Each rank once; called again and again: it may only now be started."""
+        if self._asked is None:
+            self._asked = set()
+            print(f"{self._host}: time is nearly over, asking ranks to save and end", flush=True)
+        for pid in self._rank_pids() - self._asked:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
+            self._asked.add(pid)
 
-    def _rank_pids(self) -> list[int]:
+    def _rank_pids(self) -> set[int]:
         import psutil
 
-        pids = []
+        pids = set()
         for process in self._processes:
             with contextlib.suppress(psutil.Error):
                 for child in psutil.Process(process.pid).children():
-                    if "RANK" in child.environ():
-                        pids.append(child.pid)
+                    with contextlib.suppress(psutil.Error):
+                        if "RANK" in child.environ():
+                            pids.add(child.pid)
         return pids
 
     def _stop(self) -> None:

@@ -155,6 +155,19 @@ time.sleep(200)
     assert "rank 0" in output["n1"] and "ended with status 93" in output["n1"]
 
 
+@pytest.mark.slow
+def test_ranks_that_torchrun_has_yet_to_start_are_asked_too(tmp_path: Path) -> None:
+    """They have nothing to save, and must not train on into the time limit."""
+    nodes = start(tmp_path, two_nodes(dead=False), "import time; time.sleep(200)", free_port())
+    for process in nodes.values():
+        while not psutil.Process(process.pid).children():
+            time.sleep(0.02)
+        process.send_signal(signal.SIGUSR1)
+    for process in nodes.values():
+        process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGTERM
+
+
 def test_commands_in_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """check, place and their errors through the command line."""
     checks = tmp_path / "checks"
