@@ -127,6 +127,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "local checkpoints (nvidia-resiliency-ext) lie on nodes that may be lost and cannot be cut "
         "for another TP degree; in place of global ones save more often (--save-interval)",
     ),
+    Refusal(
+        "dist_ckpt_strictness",
+        lambda value: value == "raise_all",
+        "it fails where the checkpoint is of a job of another size, as after a failure; "
+        "raise_unexpected does not",
+    ),
     Refusal("load_main_params_from_ckpt", _on, "it takes them for compute shards"),
     Refusal("ckpt_convert_format", _on, _UNTESTED),
     Refusal("use_mp_args_from_checkpoint_args", _on, "it would change the TP degree of the plan"),
