@@ -297,7 +297,7 @@ def load_checkpoint(
     elif decision.name is None:
         result = (0, 0)  # new weights, as loading.decide has said
     else:
-        with loading.as_decided(decision), _own_errors():
+        with loading.as_decided(decision), _own_errors(), _no_quiet_end(decision):
             result = original(*rest, **kwargs)
         if ntp.checkpoint_nbytes_read == 0 and not ntp.is_extra:
             raise CheckpointError(
@@ -326,6 +326,19 @@ def _own_errors() -> Iterator[None]:
         if own is None:
             raise
         raise own from error
+
+
+@contextmanager
+def _no_quiet_end(decision: loading.LoadDecision) -> Iterator[None]:
+    """Megatron ends the process with status 0 where it cannot load: a job that has finished."""
+    try:
+        yield
+    except SystemExit as error:
+        if error.code:
+            raise
+        raise CheckpointError(
+            f"Megatron gave up loading {decision.path}; its reason is what rank 0 printed last"
+        ) from error
 
 
 def _load_schedule(decision: loading.LoadDecision, opt_param_scheduler: Any) -> None:

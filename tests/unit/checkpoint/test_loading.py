@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from megatron_ntp.checkpoint.folder import TRACKER
 from megatron_ntp.checkpoint.stored import read_stored
 from megatron_ntp.comm.board import Board
 from megatron_ntp.errors import CheckpointError, NoCheckpointError, StartError
-from megatron_ntp.integration import loading
+from megatron_ntp.integration import checkpoint, loading
 from megatron_ntp.integration.context import NTPContext
 from megatron_ntp.integration.loading import LoadDecision, decide
 from megatron_ntp.plan.topology import Topology
@@ -310,6 +311,19 @@ def test_arguments_from_a_folder_without_a_whole_checkpoint(tmp_path: Path) -> N
     make_all_torn(tmp_path / "c")
     with pytest.raises(NoCheckpointError, match="--use-checkpoint-args"):
         loading.load_args_from_checkpoint(fail, arguments(tmp_path / "c", ntp=True))
+
+
+def test_megatron_does_not_end_a_job_quietly_in_a_load() -> None:
+    """It exits with 0 where it cannot load, which a supervisor takes for a finished job."""
+    decision = LoadDecision("/x", "iter_0000005", 5, False, "", ())
+    with (
+        pytest.raises(CheckpointError, match="gave up loading /x/iter_0000005"),
+        checkpoint._no_quiet_end(decision),
+    ):
+        sys.exit()
+    with pytest.raises(SystemExit) as caught, checkpoint._no_quiet_end(decision):
+        sys.exit(3)
+    assert caught.value.code == 3
 
 
 # --- several ranks ------------------------------------------------------------------------------
