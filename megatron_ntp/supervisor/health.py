@@ -22,7 +22,7 @@ from megatron_ntp.device.health import (
     NodeHealth,
     Verdict,
 )
-from megatron_ntp.device.naming import list_gpus
+from megatron_ntp.device.naming import ORDER_VARIABLE, PCI_ORDER, list_gpus
 from megatron_ntp.device.nvml_process import NvmlProcess
 from megatron_ntp.launchers.check import (
     CheckError,
@@ -32,6 +32,11 @@ from megatron_ntp.launchers.check import (
     this_host,
 )
 from megatron_ntp.launchers.nodes import Node, Slot
+
+_AMBIGUOUS = (
+    f"a number, on a node with different boards, which CUDA sorts by speed: set {ORDER_VARIABLE}="
+    f"{PCI_ORDER}, or name GPUs by UUID"
+)
 
 
 @dataclass
@@ -56,6 +61,7 @@ class NodeWatch:
     _layer: NvmlProcess | None = None
     _watch: HealthWatch | None = None
     _has_driver: bool | None = None
+    _late: set[str] = field(default_factory=set)  # devices that had not answered at the last look
     _uuids: dict[str, str] = field(default_factory=dict)  # by what the node called it at first
 
     def report(self) -> Node:
@@ -68,16 +74,26 @@ class NodeWatch:
             return Node(this_host(self.environ), (Slot(None, str(error)),) * self.num_slots)
 
     def bad_among(self, devices: Sequence[str]) -> dict[str, str]:
-        """Reasons by device, of those among `devices` that must not be used any longer."""
+        """Reasons by device, of those among `devices` that must not be used any longer.
+
+        An answer that is late is a reason if it is late twice in a row: a driver that is busy for
+        some seconds is none to stop ranks that train.
+        """
         found: dict[str, str] = {}
         if self._has_driver:
-            by_uuid = {gpu.uuid: gpu for gpu in self._poll().gpus if gpu.uuid}
+            health, late = self._poll(), set[str]()
+            by_uuid = {gpu.uuid: gpu for gpu in health.gpus if gpu.uuid}
             for entry in devices:
                 gpu = by_uuid.get(self._uuids.get(entry, entry))  # a MIG slice goes by its board
-                if gpu is None:
-                    found[entry] = "the driver does not answer for it any more"
-                elif gpu.verdict is Verdict.DEAD:
-                    found[entry] = _why(gpu)
+                if gpu is not None and gpu.verdict is not Verdict.DEAD:
+                    continue
+                if _is_late(health, gpu):
+                    late.add(entry)
+                    if entry not in self._late:
+                        continue
+                why = "" if gpu is None else _why(gpu)
+                found[entry] = why or "the driver does not answer for it any more"
+            self._late = late
         names = {uuid: name for name, uuid in self._uuids.items()}
         for name, reason in read_faults(self.faults, this_host(self.environ)):
             for entry in devices:
@@ -119,8 +135,13 @@ class NodeWatch:
         else:
             entries = list(dict.fromkeys([*self._uuids, *named]))
         driver = "; ".join(str(f) for f in health.findings if f.verdict is Verdict.DEAD)
+        boards = {gpu.name for gpu in health.gpus if gpu.uuid}
+        in_pci_order = self.environ.get(ORDER_VARIABLE) == PCI_ORDER
         found = []
         for entry in entries:
+            if mask and entry.isdecimal() and len(boards) > 1 and not in_pci_order:
+                found.append(Device(entry, reason=_AMBIGUOUS, index=entry))
+                continue
             gpu = self._find(entry, named, by_uuid)
             found.append(self._device(entry, gpu, driver))
         return found if mask else _without_doubles(found)
@@ -161,6 +182,17 @@ def _is_there(layer: NvmlProcess) -> bool:
     except DeviceError as error:
         return error.fault is not Fault.LIBRARY_MISSING
     return True
+
+
+def _is_late(health: NodeHealth, gpu: GpuHealth | None) -> bool:
+    """Whether nothing speaks against a GPU but that the driver did not answer in time."""
+    hangs = {"driver", "hangs"}
+    nameless = [f for one in health.gpus if one.uuid is None for f in one.findings]
+    is_node_late = any(finding.reason in hangs for finding in (*health.findings, *nameless))
+    if gpu is None:
+        return is_node_late
+    reasons = {finding.reason for finding in gpu.findings if finding.verdict is Verdict.DEAD}
+    return reasons <= (hangs | {"not-present"} if is_node_late else hangs)
 
 
 def _why(gpu: GpuHealth) -> str:

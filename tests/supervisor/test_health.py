@@ -102,6 +102,30 @@ def test_a_mask_says_which_gpus_are_the_jobs(node: FakeNode, make: Make) -> None
     ]
 
 
+def test_a_number_says_nothing_where_boards_differ(node: FakeNode, make: Make) -> None:
+    """CUDA counts the fastest first, NVML by place."""
+    node.gpu(0)._name = b"Slow board"
+    uuids = list(node.uuids)
+    report = make(f"1,{uuids[2]}").report()
+    assert devices(report)[:2] == [None, uuids[2]]
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in report.slots[0].reason
+
+
+def test_a_driver_that_is_late_once_stops_no_ranks(node: FakeNode, make: Make) -> None:
+    watch = make()
+    watch.report()
+    used = list(node.uuids[:2])
+    for function in ("nvmlDeviceGetCount_v2", "nvmlDeviceGetName", "nvmlDeviceGetTotalEccErrors"):
+        node.add_rule(function, gpu=-1, hang_ms=600_000, times=1)
+        assert watch.bad_among(used) == {}, function
+        assert watch.bad_among(used) == {}
+    node.add_rule("nvmlDeviceGetTotalEccErrors", gpu=1, hang_ms=600_000)
+    assert watch.bad_among(used) == {}
+    (bad,) = watch.bad_among(used).items()
+    assert bad[0] == used[1]
+    assert "hangs" in bad[1]
+
+
 def test_the_fault_file_knows_a_gpu_by_number_and_by_uuid(
     node: FakeNode, make: Make, tmp_path: Path
 ) -> None:
