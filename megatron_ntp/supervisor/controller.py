@@ -87,6 +87,7 @@ class Controller:
         """The reports of all nodes; one that does not report counts as dead."""
         self._round += 1
         self._desk.give("check", round=self._round)
+        self._await_network()
 
         def all_have_reported() -> bool:
             alive = self._desk.alive()
@@ -96,6 +97,22 @@ class Controller:
         reported = {r: s for r, s in self._desk.alive().items() if self._has_reported(s)}
         self._desk.instances = {rank: s.status["instance"] for rank, s in reported.items()}
         return self._desk.reports(reported)
+
+    def _await_network(self) -> None:
+        """Several nodes lost at once are more likely cut off than dead: they get a second chance.
+
+        The job would else go on without them, until something fails again.
+        """
+        known = set(self._desk.instances)
+
+        def is_over() -> bool:
+            lost = known - set(self._desk.alive())
+            return len(lost) < 2 or bool(self._desk.signal())
+
+        if not is_over():
+            wait_s = self._desk.options.node_deadline_s
+            self._desk.say(f"several nodes were lost at once: waiting up to {wait_s:g} s for them")
+            self._desk.until(is_over, wait_s)
 
     def _lost_nodes_come_back(self) -> bool:
         """Waits for nodes without which nothing can run: it may be the network that was gone."""

@@ -233,7 +233,7 @@ class AttemptWatch:
 
     def _save_and_end(self, cause: Cause) -> Cause:
         """Has the ranks save and end, bounded, or until a second signal."""
-        number, before = cause.status, _tracker_mark(self._desk.training.save)
+        number, before = cause.status, self._tracked
         self._desk.say(f"{cause.reason}: asking ranks to save and end")
         self._desk.give("save", attempt=self._number)
         in_time = self._desk.until(self._has_ended, self._desk.options.save_deadline_s)

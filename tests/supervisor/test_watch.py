@@ -1,15 +1,18 @@
-"""Who is behind a failure, and what supervisors tell each other through the store."""
+"""Who is behind a failure, what supervisors tell each other, and whom node 0 waits for."""
 
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from supervised import wait_for
 
 from megatron_ntp.supervisor.attempt import Failure
 from megatron_ntp.supervisor.board import StoreBoard
+from megatron_ntp.supervisor.controller import Controller
 from megatron_ntp.supervisor.watch import culprit
 from megatron_ntp.supervisor.worker import own_address
 
@@ -102,3 +105,41 @@ def test_an_endpoint_that_is_taken(endpoint: tuple[str, int], boards: list[Store
         other.listen()
         with pytest.raises(OSError, match="cannot listen at --rdzv-endpoint"):
             boards.append(StoreBoard(endpoint, 0, 2, STUCK_S))
+
+
+class NodesOf:
+    """A desk of four nodes, of which some are gone, and back after so many looks."""
+
+    def __init__(self, gone: set[int], back_after: int) -> None:
+        self.options = SimpleNamespace(node_deadline_s=7.0)
+        self.instances = dict.fromkeys(range(4), "")
+        self._gone, self._back_after = gone, back_after
+        self.waited_s: list[float] = []
+        self.said = ""
+
+    def alive(self) -> dict[int, Any]:
+        return {rank: None for rank in range(4) if rank not in self._gone}
+
+    def signal(self) -> int:
+        return 0
+
+    def say(self, text: str) -> None:
+        self.said += text
+
+    def until(self, done: Callable[[], Any], deadline_s: float) -> bool:
+        self.waited_s.append(deadline_s)
+        for _ in range(self._back_after):
+            if done():
+                return True
+        self._gone = set()
+        return bool(done())
+
+
+@pytest.mark.parametrize(("gone", "waits"), [(set(), []), ({2}, []), ({1, 2}, [7.0])])
+def test_nodes_lost_at_once_get_a_second_chance(gone: set[int], waits: list[float]) -> None:
+    """A switch that was gone for a minute must not leave a job on one node."""
+    desk = NodesOf(gone, 3)
+    controller = Controller(cast(Any, desk), cast(Any, None), cast(Any, None))
+    controller._await_network()
+    assert desk.waited_s == waits and ("several nodes" in desk.said) == bool(waits)
+    assert not waits or len(desk.alive()) == 4
