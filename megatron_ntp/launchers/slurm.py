@@ -13,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 
 from megatron_ntp.launchers.nodes import Node, Shape, Slot, place
+from megatron_ntp.launchers.start import refuse_rewinding
 
 EXAMPLE = "--nodes 16 --gpus-per-node 8 --tp 8 --time 24:00:00"
 
@@ -43,6 +44,7 @@ def slurm(argv: Sequence[str]) -> int:
             f"{options.time}: Slurm may signal another 60 s earlier"
         )
     _check_shape(options)
+    refuse_rewinding(train)
     text = script(options, train)
     if options.script is None:
         sys.stdout.write(text)

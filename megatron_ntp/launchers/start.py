@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+from megatron_ntp.checkpoint.folder import TRACKER
 from megatron_ntp.errors import UnsupportedFlagError
 from megatron_ntp.launchers.nodes import Agent, Placement
 from megatron_ntp.launchers.parent import adopt_orphans
@@ -34,6 +35,15 @@ STOP_DEADLINE_S = 40.0
 TAIL_NUM_LINES = 25
 _TAIL_NBYTES = 1 << 17  # outputs of long runs are large
 DO_NOT_RESTART = 93
+
+_FOR_ONE_START = {
+    "--ckpt-step": f"write that iteration into {TRACKER} of --load instead: newer checkpoints are "
+    "then passed over",
+    "--override-ckpt-iteration": "start once by torchrun alone, until it has saved",
+    "--finetune": "give the weights to begin from as --pretrained-checkpoint instead",
+    "--no-load-optim": "with --ntp, --ntp-load model-only does so once",
+}
+"""Flags that are meant for one start, and what else does what they do."""
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -55,6 +65,21 @@ def training_command(words: Sequence[str], placement: Placement) -> list[str]:
             f"parallelism: {told} the training command (the failed slots are added here)"
         )
     return [*command, "--ntp-failed", placement.failed]
+
+
+def refuse_rewinding(words: Sequence[str]) -> None:
+    """For a training command that will be started again and again.
+
+    Raises:
+        UnsupportedFlagError: it would throw away what was trained at each restart.
+    """
+    flags = [word.partition("=")[0] for word in words]
+    for flag in flags if "--save" in flags else ():
+        if flag in _FOR_ONE_START:
+            raise UnsupportedFlagError(
+                f"remove {flag} from the training command: every restart would obey it anew and "
+                f"lose what was trained; {_FOR_ONE_START[flag]}"
+            )
 
 
 def agent_command(

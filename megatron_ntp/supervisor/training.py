@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ntp.checkpoint.choose import choose
-from megatron_ntp.checkpoint.folder import TRACKER, list_folder
+from megatron_ntp.checkpoint.folder import list_folder
 from megatron_ntp.checkpoint.modes import LoadMode
 from megatron_ntp.doctor.job import GivenWords, model_dims
 from megatron_ntp.errors import PlanError, UnsupportedFlagError
 from megatron_ntp.launchers.nodes import Placement, Shape
-from megatron_ntp.launchers.start import training_command
+from megatron_ntp.launchers.start import refuse_rewinding, training_command
 from megatron_ntp.plan.batch import BatchPolicy
 from megatron_ntp.settings import NTPSettings, add_arguments
 from megatron_ntp.supervisor.decide import Terms
@@ -134,16 +134,6 @@ def _settings(words: Sequence[str]) -> NTPSettings:
     return NTPSettings.from_namespace(known)
 
 
-_FOR_ONE_START = {
-    "ckpt_step": f"write that iteration into {TRACKER} of --load instead: newer checkpoints are "
-    "then passed over",
-    "override_ckpt_iteration": "start once without `megatron-ntp launch`, until it has saved",
-    "finetune": "give the weights to begin from as --pretrained-checkpoint instead",
-    "no_load_optim": "with --ntp, --ntp-load model-only does so once",
-}
-"""Flags that would undo what was trained at each restart, and what does it once."""
-
-
 def _check(words: Sequence[str], given: GivenWords, settings: NTPSettings) -> None:
     for word in words[:4]:
         if Path(word).name in _LAUNCHERS:
@@ -158,13 +148,7 @@ def _check(words: Sequence[str], given: GivenWords, settings: NTPSettings) -> No
                 f"remove {flag} from the training command: which GPUs have failed is found out "
                 "and added here"
             )
-    for name, cure in _FOR_ONE_START.items():
-        if given.save and getattr(given, name) is not None:
-            flag = "--" + name.replace("_", "-")
-            raise UnsupportedFlagError(
-                f"remove {flag} from the training command: every restart would obey it anew and "
-                f"lose what was trained; {cure}"
-            )
+    refuse_rewinding(words)
     if given.save and not given.load:
         raise UnsupportedFlagError(
             f"--save {given.save} without --load: a restart would begin from new weights. Add "

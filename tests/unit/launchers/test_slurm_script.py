@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ntp.errors import PlanTopologyError
+from megatron_ntp.errors import PlanTopologyError, UnsupportedFlagError
 from megatron_ntp.launchers import slurm
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -85,6 +85,12 @@ def test_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_usage(words: str) -> None:
     with pytest.raises(SystemExit):
         slurm.slurm(words.split())
+
+
+def test_a_command_that_every_restart_would_rewind_is_refused() -> None:
+    words = "--nodes 2 --gpus-per-node 8 --tp 8 -- p.py --save a --load a --ckpt-step=5".split()
+    with pytest.raises(UnsupportedFlagError, match="remove --ckpt-step"):
+        slurm.slurm(words)
 
 
 @pytest.mark.parametrize(
