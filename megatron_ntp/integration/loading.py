@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -324,13 +325,18 @@ def load_args_from_checkpoint(
 ) -> Any:
     """Wraps `load_args_from_checkpoint` (--use-checkpoint-args), which runs before validation.
 
-    Ranks cannot talk yet, so each finds the newest whole checkpoint by itself; the decision that
-    follows says which one is meant, and whether all see it.
+    Ranks cannot talk yet, so each finds the newest complete checkpoint by itself, without a look at
+    the sizes of its files; the decision that follows says which one is meant, and whether all see
+    it.
     """
     folder = getattr(args, load_arg)
     if not getattr(args, "ntp", False) or not folder:
         return original(args, load_arg, **kwargs)
-    choice = choose(list_folder(Path(folder)), getattr(args, "ckpt_step", None) or None)
+    choice = choose(
+        list_folder(Path(folder)),
+        getattr(args, "ckpt_step", None) or None,
+        look=partial(examine, look_at_sizes=False),
+    )
     if choice.chosen is None and not choice.folder.was_saved_to:
         return original(args, load_arg, **kwargs)  # a first start: Megatron says so and goes on
     if choice.chosen is None:

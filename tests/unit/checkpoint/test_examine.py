@@ -54,6 +54,18 @@ def test_metadata_is_read_without_the_garbage_collector(path: Path) -> None:
     assert gc.isenabled()
 
 
+def test_a_look_that_asks_for_no_sizes(path: Path) -> None:
+    """For all ranks at once: as many questions per rank as there are ranks would be too many."""
+    truncate(path / SHARD, 1)
+    found = examine(Candidate(path, 10), look_at_sizes=False)
+    assert found.is_whole
+    assert found.job is not None
+    assert found.job.tp == 2
+    assert not look(path).is_whole
+    (path / SHARD).unlink()
+    assert not examine(Candidate(path, 10), look_at_sizes=False).is_whole
+
+
 def test_what_it_says_about_its_job(path: Path) -> None:
     job = look(path).job
     assert job is not None
