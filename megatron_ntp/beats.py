@@ -4,11 +4,12 @@ A rank overwrites its record in place when its phase or iteration changes, in on
 microseconds; nobody waits for anybody. The folder lies on a file system of the node. A reader that
 meets a record while it is written sees a wrong checksum and reads again.
 
-    start -> load -> train <-> save, eval ... -> done
+    start -> setup -> load -> train <-> save, eval ... -> done
 
-`start` is everything before checkpoints are read; `train` begins when they have been, so it holds
-what is built before the first step; `done` follows the last step. Only --ntp, or a start through
-`megatron-ntp run`, reports phases and steps (`integration.progress`).
+`setup` begins with the call of Megatron's own `pretrain`; a loop of another library has none.
+`train` begins when checkpoints have been read, so it holds what is built before the first step;
+`done` follows the last step. Only --ntp, or a start through `megatron-ntp run`, reports phases and
+steps (`integration.progress`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megatron_ntp.environment import BEATS_ENV
 ENV = BEATS_ENV
 """Names the folder to ranks. Set by the supervisor, which makes a new folder for each attempt."""
 
-PHASES = ("start", "load", "train", "eval", "save", "done")
+PHASES = ("start", "setup", "load", "train", "eval", "save", "done")
 FIRST_STEP = "first-step"
 """A mark beside those of phases: when the first step of the process was complete."""
 

@@ -73,6 +73,7 @@ def save(step):
         part.write_text(str(step))
         part.replace(tracker)
 
+beats.say("setup")
 beats.say("load")
 beats.say("train", first)
 for step in range(first + 1, int(value("--steps", "10")) + 1):

@@ -7,7 +7,7 @@ patches puts around them, and costs nothing where nobody listens.
 A listener is called with the moment and the number of steps that the job has completed (-1 before
 that is known), in the thread that trains:
 
-    start   load loaded   step stepped ... eval evaluated ... save saved ...   trained   exit
+    start  setup  load loaded  step stepped ... eval evaluated ... save saved ...  trained  exit
 
 A training loop of another library shows `start`, `exit`, and what it calls of these functions.
 """
@@ -30,6 +30,7 @@ from megatron_ntp.errors import StartError
 Listener = Callable[[str, int], None]
 
 WATCHED: Mapping[str, tuple[str, str]] = {
+    "megatron.training.training:pretrain": ("setup", ""),
     "megatron.training.checkpointing:load_checkpoint": ("load", "loaded"),
     "megatron.training.training:train_step": ("step", "stepped"),
     "megatron.training.checkpointing:save_checkpoint": ("save", "saved"),
@@ -104,8 +105,8 @@ class BeatListener:
     def __call__(self, moment: str, iteration: int) -> None:
         if moment == "stepped":
             self._writer.step_done(iteration)
-        elif moment == "load":
-            self._writer.say("load")
+        elif moment in ("setup", "load"):
+            self._writer.say(moment)
         elif moment in ("loaded", "step"):
             if moment == "loaded" or self._writer.phase != "train":
                 self._writer.say("train", iteration)
@@ -130,7 +131,7 @@ def watch() -> None:
     for target, (begins, ends) in WATCHED.items():
         code = _code_of(target)
         starts[code], returns[code] = begins, ends
-        wanted = kinds.PY_RETURN | (kinds.PY_START if begins else 0)
+        wanted = (kinds.PY_RETURN if ends else 0) | (kinds.PY_START if begins else 0)
         sys.monitoring.set_local_events(tool, code, wanted)
 
     def on_start(code: CodeType, offset: int) -> None:

@@ -4,6 +4,9 @@
 others from their next step. So a job hangs if *no* rank has moved for longer than any of them may
 take in its phase. Steps get a deadline learned from earlier steps; start, load, the first step,
 evaluating and saving have generous ones of their own.
+
+[Other loops] Only the steps of Megatron's own loop are seen. Where ranks give signs, and none has
+come into it, nothing can be said: a training loop of another library stays in its start for ever.
 """
 
 from __future__ import annotations
@@ -46,7 +49,10 @@ class Deadlines:
 
 @dataclass(frozen=True)
 class Sign:
-    """A rank's last sign, `age_s` seconds ago. `state` is its process's, a letter as in /proc."""
+    """A rank's last sign, `age_s` seconds ago. `state` is its process's, a letter as in /proc.
+
+    `is_followed`: it has come into Megatron's own loop, see [Other loops].
+    """
 
     rank: int
     phase: str = PHASES[0]
@@ -54,12 +60,15 @@ class Sign:
     age_s: float = 0.0
     stepped: bool = False
     state: str = ""
+    is_followed: bool = True
 
     @classmethod
     def of(cls, beat: Beat, now: float, state: str) -> Sign:
         """From a beat, at CLOCK_MONOTONIC `now`."""
         stepped = FIRST_STEP in beat.marks
-        return cls(beat.rank, beat.phase, beat.iteration, now - beat.since, stepped, state)
+        followed = stepped or "setup" in beat.marks
+        age_s = now - beat.since
+        return cls(beat.rank, beat.phase, beat.iteration, age_s, stepped, state, followed)
 
 
 @dataclass(frozen=True)
@@ -117,6 +126,8 @@ def find_stall(
         longest_s: longest of the last steps.
     """
     everyone = [signs.get(rank, Sign(rank, age_s=age_s)) for rank in range(world_size)]
+    if not any(sign.is_followed for sign in everyone):
+        return None
     deadline = max(limit_s(sign, deadlines, longest_s) for sign in everyone)
     silent = min(sign.age_s for sign in everyone)
     if silent <= deadline:

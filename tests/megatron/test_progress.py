@@ -23,7 +23,7 @@ from megatron_ntp.checkpoint.folder import list_folder
 
 STEPS = 6
 SAVE_EVERY = 2
-ORDER = ["start", "load", "train", "first-step", "save", "eval", "done"]
+ORDER = ["start", "setup", "load", "train", "first-step", "save", "eval", "done"]
 EVALUATES = ("--eval-iters", "1", "--eval-interval", str(STEPS - 1))
 WATCHED_MODULES = ("megatron.training.training", "megatron.training.checkpointing")
 
@@ -76,7 +76,7 @@ def test_a_plain_job_reports_and_is_not_touched(core: Path | None, tmp_path: Pat
         assert (beat.phase, beat.iteration) == ("done", STEPS)
         marks = sorted(beat.marks, key=lambda name: beat.marks[name])
         assert marks == [name for name in ORDER if name != "load" or "load" in beat.marks]
-        assert {"start", "train", "first-step", "save", "eval", "done"} <= set(marks)
+        assert {"start", "setup", "train", "first-step", "save", "eval", "done"} <= set(marks)
 
 
 @pytest.fixture(scope="module")

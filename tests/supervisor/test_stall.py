@@ -61,6 +61,17 @@ def test_ranks_without_a_sign_are_starting() -> None:
     assert stall is not None and stall.ranks == (1, 2) and "in start" in stall.reason
 
 
+def test_a_loop_of_another_library_is_not_judged() -> None:
+    """It gives a sign as it starts, and steps that nobody sees."""
+    signs = [Sign.of(Beat(rank, "start", -1, 0.0, {"start": 1.0}), 5000.0, "S") for rank in (0, 1)]
+    assert look(*signs) is None
+    entered = Sign.of(Beat(1, "setup", -1, 0.0, {"start": 1.0, "setup": 2.0}), 5000.0, "S")
+    stall = look(signs[0], entered)
+    assert stall is not None and stall.ranks == (0,), (
+        "but of Megatron's own, one hangs in its start"
+    )
+
+
 def test_the_ranks_furthest_behind_are_named() -> None:
     stall = look(train(0, 7, 50), train(1, 6, 50), train(2, 7, 50))
     assert stall is not None and stall.ranks == (1,)

@@ -21,6 +21,7 @@ def seen(folder: Path) -> tuple[str, int]:
 def test_a_job_that_goes_on_from_a_checkpoint(listener: BeatListener, tmp_path: Path) -> None:
     told = [
         ("start", -1, ("start", -1)),
+        ("setup", -1, ("setup", -1)),
         ("load", -1, ("load", -1)),
         ("loaded", 8, ("train", 8)),
         ("step", 8, ("train", 8)),
