@@ -67,10 +67,10 @@ class NodeWatch:
     def report(self) -> Node:
         """Looks at everything, with a new NVML: a GPU may have come back since."""
         self.close()
-        devices = self._devices() if self._ask_for_driver() else None
         try:
+            devices = self._devices() if self._ask_for_driver() else None
             return check_node(self.num_slots, self.environ, self.faults, self.command, devices)
-        except (CheckError, OSError) as error:
+        except (CheckError, DeviceError, OSError) as error:
             return Node(this_host(self.environ), (Slot(None, str(error)),) * self.num_slots)
 
     def bad_among(self, devices: Sequence[str]) -> dict[str, str]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ntp import events
+from megatron_ntp.device.errors import DeviceError
 from megatron_ntp.inject.firing import FAULTS_ENV
 from megatron_ntp.launchers.check import CheckError
 from megatron_ntp.launchers.nodes import Node, Placement
@@ -156,7 +157,7 @@ class Worker:
         devices = () if self._attempt is None else self._attempt.devices
         try:
             return self._watch.bad_among(devices)
-        except (CheckError, OSError) as error:  # of the fault file: the next check tells in full
+        except (CheckError, DeviceError, OSError) as error:  # the next check tells in full
             print(f"{self._host}: {error}", flush=True)
             return {}
 

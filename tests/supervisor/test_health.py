@@ -92,6 +92,15 @@ def test_a_driver_that_has_lost_all_gpus(node: FakeNode, make: Make) -> None:
     assert report.num_dead == 4 and report.slots[0].reason == "not visible: 0 of 4 GPUs are"
 
 
+def test_a_driver_that_hangs_is_a_report(node: FakeNode, make: Make) -> None:
+    """Not the end of the node's supervisor, also where a slice has to be looked for."""
+    watch = make("MIG-1,0")
+    watch.report()
+    node.add_rule("nvmlDeviceGetCount_v2", hang_ms=600_000)
+    report = watch.report()
+    assert report.num_dead == 4 and "no answer in time" in report.slots[0].reason, report
+
+
 def test_a_mask_says_which_gpus_are_the_jobs(node: FakeNode, make: Make) -> None:
     uuids = list(node.uuids)
     report = make(f"2,{uuids[0][:12]},9").report()
