@@ -5,6 +5,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 CORES := 0.17.1 0.18.2
 TESTS ?= tests
+WORKERS ?= 2  # processes that run tests, a file each; 0: none beside pytest itself
 
 .DEFAULT_GOAL := help
 .PHONY: help rehearse chaos test test-versions lint types format bench cores venv clean
@@ -19,10 +20,10 @@ chaos: $(READY)  ## let 20 faults happen to a small CPU job; every round goes to
 	$(BIN)/python scripts/chaos.py $(ARGS)
 
 test: lint types cores  ## lint, types, and all tests; on other versions of Megatron in short
-	$(BIN)/python -m pytest $(TESTS) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(TESTS) $(ARGS)
 
 test-versions: $(READY) cores  ## the tests of Megatron on every supported version of it
-	NTP_TEST_CORES=all $(BIN)/python -m pytest tests/megatron -k core- $(ARGS)
+	NTP_TEST_CORES=all $(BIN)/python -m pytest -n $(WORKERS) tests/megatron -k core- $(ARGS)
 
 lint: $(READY)  ## check style
 	$(BIN)/ruff check .

@@ -31,7 +31,7 @@ setup(
     # Not a requirement: whoever trains has a Megatron, often a checkout, and must not get a second.
     extras_require={
         "megatron": ["megatron-core>=0.17,<0.20"],
-        "dev": ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff"],
+        "dev": ["hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
         "plot": ["matplotlib"],
         "te": ["transformer-engine[pytorch]"],
     },
