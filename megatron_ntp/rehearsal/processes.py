@@ -223,7 +223,7 @@ class Job:
         tail = (
             log.read_text(errors="replace").splitlines()[-TAIL_NUM_LINES:] if log.exists() else []
         )
-        others = [rank for rank in bad if rank != first]
+        others = sorted(rank for rank in bad if rank != first)
         also = f"; ranks {_listed(others)} failed as well" if others else ""
         head = f"rank {first} of {self.world_size} failed ({ending}){also}. The end of {log}:"
         return "\n".join([head, *(f"  | {line}" for line in tail)])
