@@ -9,6 +9,7 @@ import pytest
 SLURM = Path(__file__).parent / "slurm"
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of a file share the jobs they look at; those of Slurm the one munged here."""
     for item in items:

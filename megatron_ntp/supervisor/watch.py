@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_ntp.checkpoint.folder import TRACKER
 from megatron_ntp.launchers.nodes import Placement
+from megatron_ntp.plan.topology import format_degrees
 from megatron_ntp.supervisor.attempt import Failure, FirstStep
 from megatron_ntp.supervisor.board import Seen
 from megatron_ntp.supervisor.decide import DO_NOT_RESTART, decide
@@ -226,7 +227,7 @@ class AttemptWatch:
         better = decide(nodes, training.shape, training.terms).placement
         if better is None or better.world_size <= self._placement.world_size:
             return None
-        degrees = ",".join(map(str, better.degrees))
+        degrees = format_degrees(better.degrees)
         return self._cause("regrow", f"grows to {degrees} from checkpoint {checkpoint}", 0)
 
     # ---- a good end ----
