@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_ntp.device import xids
+from megatron_ntp.device import spawn, xids
 from megatron_ntp.device.errors import DeviceError, Fault
 from megatron_ntp.device.naming import list_gpus
 from megatron_ntp.device.nvml import SLOWDOWNS, DeviceLayer, GpuIdentity, HealthFacts, XidEvent
@@ -239,9 +239,8 @@ def run_hook(command: Sequence[str], timeout_s: float) -> Any:
 
     {"gpus": {UUID or index: {"verdict": "ok|suspect|dead", "reason": TEXT}}, "node": {...}}
     """
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=True
-    )
+    done = spawn.run_bounded(command, timeout_s)
+    done.check_returncode()
     return json.loads(done.stdout)
 
 

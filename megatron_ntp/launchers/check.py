@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ntp.device.spawn import run_bounded
 from megatron_ntp.launchers.nodes import Node, Slot, silent_node
 
 ALL_DEVICES = "*"
@@ -161,23 +162,14 @@ def _from_command(command: str | None) -> Iterator[tuple[str, str]]:
     if not command:
         return
     try:
-        done = subprocess.run(
-            command,
-            shell=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            encoding="utf-8",
-            errors="replace",
-            timeout=COMMAND_DEADLINE_S,
-            check=False,
-        )
+        done = run_bounded(command, COMMAND_DEADLINE_S)
     except subprocess.TimeoutExpired:
         yield ALL_DEVICES, f"the health command did not end within {COMMAND_DEADLINE_S:g} s"
         return
     if done.returncode:
         yield ALL_DEVICES, f"the health command ended with status {done.returncode}"
         return
-    for line in done.stdout.splitlines():
+    for line in done.stdout.decode("utf-8", "replace").splitlines():
         words = line.split(maxsplit=1)
         if words:
             yield words[0], words[1] if len(words) > 1 else "health command"

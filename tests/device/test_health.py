@@ -285,6 +285,20 @@ def test_hook_that_hangs_costs_its_timeout(node: FakeNode, layer: DeviceLayer) -
     assert "timed out" in str(check_node(layer, options).findings[0])
 
 
+def test_a_hook_that_cannot_be_killed_is_not_waited_for(
+    node: FakeNode, layer: DeviceLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that asks a dead GPU, and hangs in the kernel."""
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess.Popen, "kill", lambda self: None)
+        patched.setattr("os.killpg", lambda *unused: None)
+        started = time.monotonic()
+        options = HealthOptions(hook=("sleep", "6"), hook_timeout_s=0.2, kernel_log=None)
+        found = check_node(layer, options)
+        assert time.monotonic() - started < 3
+    assert "timed out" in str(found.findings[0])
+
+
 def test_site_overrules_what_a_reason_means(node: FakeNode, layer: DeviceLayer) -> None:
     node.gpu(3).link_active[0] = 0
     dead = HealthOptions(treat={"nvlink-down": Verdict.DEAD}, kernel_log=None)
