@@ -122,9 +122,10 @@ def test_a_number_says_nothing_where_boards_differ(node: FakeNode, make: Make) -
 
 def test_a_driver_that_is_late_once_stops_no_ranks(node: FakeNode, make: Make) -> None:
     watch = make()
+    watch.deadline_s = 1.0
     watch.report()
     used = list(node.uuids[:2])
-    for function in ("nvmlDeviceGetCount_v2", "nvmlDeviceGetName", "nvmlDeviceGetTotalEccErrors"):
+    for function in ("nvmlDeviceGetCount_v2", "nvmlDeviceGetName"):
         node.add_rule(function, gpu=-1, hang_ms=600_000, times=1)
         assert watch.bad_among(used) == {}, function
         assert watch.bad_among(used) == {}
