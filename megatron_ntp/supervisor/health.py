@@ -135,7 +135,7 @@ class NodeWatch:
         else:
             entries = list(dict.fromkeys([*self._uuids, *named]))
         driver = "; ".join(str(f) for f in health.findings if f.verdict is Verdict.DEAD)
-        boards = {gpu.name for gpu in health.gpus if gpu.uuid}
+        boards = {gpu.name for gpu in health.gpus if gpu.name}  # one that is gone has none
         in_pci_order = self.environ.get(ORDER_VARIABLE) == PCI_ORDER
         found = []
         for entry in entries:

@@ -53,9 +53,12 @@ def test_gpus_go_by_uuid(node: FakeNode, make: Make) -> None:
     assert report.host == "n1" and devices(report) == list(node.uuids)
 
 
-def test_a_gpu_that_falls_off_the_bus_keeps_its_slot(node: FakeNode, make: Make) -> None:
+@pytest.mark.parametrize("mask", [None, "0,1,2,3"], ids=["all", "as Slurm has it"])
+def test_a_gpu_that_falls_off_the_bus_keeps_its_slot(
+    mask: str | None, node: FakeNode, make: Make
+) -> None:
     """The driver then numbers those behind it anew."""
-    watch = make()
+    watch = make(mask)
     uuids = list(node.uuids)
     watch.report()
     node.gpu(1).present = 0
