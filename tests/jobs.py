@@ -33,6 +33,8 @@ COMMON = """
 DISTRIBUTED = ("--use-distributed-optimizer",)
 OVERLAP_GRADS = ("--overlap-grad-reduce", "--ddp-bucket-size", "2000")
 OVERLAP = ("--overlap-param-gather", *OVERLAP_GRADS)
+NUM_BUCKETS = ("--overlap-grad-reduce", "--ddp-num-buckets", "4")
+ALL_TIMERS = ("--timing-log-level", "2", "--timing-log-option", "all")
 MANY_GROUPS = ("--ntp-bucket-size", "100")
 TRAIN_ITERS = 22
 GLOBAL_BATCH = 6
@@ -266,6 +268,8 @@ class Case:
             "overlap-param-gather": "overlap-params",
             "ntp-bucket-size": "many-groups",
             "ddp-bucket-size": "",
+            "timing-log-level": "timers",
+            "timing-log-option": "",
         }
         named = [short.get(word, word) for word in words]
         return "-".join([self.model.name, "+".join(map(str, self.degrees)), *filter(None, named)])
@@ -292,9 +296,9 @@ def reference(model: Model, tp: int) -> Job:
 CASES = (
     Case(LLAMA, (2, 1), DISTRIBUTED),
     Case(LLAMA, (4, 3), (*DISTRIBUTED, *OVERLAP, *MANY_GROUPS)),
-    Case(LLAMA, (4, 3, 2), (*DISTRIBUTED, *OVERLAP_GRADS)),
+    Case(LLAMA, (4, 3, 2), (*DISTRIBUTED, *OVERLAP_GRADS, *ALL_TIMERS)),
     Case(GPT2, (2, 1), OVERLAP_GRADS),
-    Case(GPT2, (4, 3)),
+    Case(GPT2, (4, 3), ALL_TIMERS),
     Case(QK_NORM, (2, 1), (*DISTRIBUTED, *OVERLAP)),
     Case(QK_NORM, (4, 3), (*OVERLAP_GRADS, *MANY_GROUPS)),
 )

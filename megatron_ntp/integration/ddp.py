@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.models.gpt import GPTModel
@@ -153,6 +154,7 @@ def ddp_init(
         original(self, config, ddp_config, module, *args, **kwargs)
         return
     verify_installed()
+    _agree_on_bucket_size(ddp_config, module, ntp)
     # A layout that was computed from compute parameters does not fit; DDP computes its own.
     kwargs.pop("full_param_layout", None)
     group_numel = (
@@ -164,6 +166,19 @@ def ddp_init(
     with model.sync_view():
         original(self, config, ddp_config, module, *args, **kwargs)
     attach(self, model)
+
+
+def _agree_on_bucket_size(ddp_config: Any, module: Module, ntp: context.NTPContext) -> None:
+    """Makes the bucket size of global rank 0 everyone's. Called once, by all ranks of the job.
+
+    Buckets must be cut alike over DP, and reshard groups within a replica. Megatron works the size
+    out on each rank: for --ddp-num-buckets from the parameters that it computes with, and by
+    default (0.19) from the size of its DP group, in which an extra rank is alone.
+    """
+    device = next(module.parameters()).device
+    size = torch.tensor([ddp_config.bucket_size or 0], dtype=torch.int64, device=device)
+    torch.distributed.broadcast(size, src=0, group=ntp.group("world").group)
+    ddp_config.bucket_size = int(size) or None
 
 
 def attach(ddp: Any, model: SyncModel) -> None:

@@ -153,6 +153,8 @@ def get_megatron_optimizer(
     if ntp is None or ntp.plan is None:
         return original(config, model_chunks, *args, **kwargs)
     chunks = chunks_of(model_chunks)
+    # --timing-log-level 1 and 2: barriers of all ranks within a step, where extra ranks never are.
+    config.barrier_with_L1_time = False
     with ExitStack() as stack:
         for chunk in chunks:
             stack.enter_context(chunk.ntp_params.sync_order())

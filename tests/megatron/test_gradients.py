@@ -19,7 +19,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 SHORT = (
     Case(LLAMA, (4, 3)),
     Case(GPT2, (4, 3), DISTRIBUTED),
-    Case(GPT2, (4, 3, 2), (*jobs.OVERLAP_GRADS, *jobs.MANY_GROUPS)),
+    Case(GPT2, (4, 3, 2), jobs.NUM_BUCKETS),
     Case(QK_NORM, (4, 3), DISTRIBUTED),
     Case(QK_NORM, (4, 3, 2), DISTRIBUTED),
     Case(ODD, (5, 3), DISTRIBUTED),
