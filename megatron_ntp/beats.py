@@ -6,7 +6,8 @@ meets a record while it is written sees a wrong checksum and reads again.
 
     start -> setup -> load -> train <-> save, eval ... -> done
 
-`setup` begins with the call of Megatron's own `pretrain`; a loop of another library has none.
+`setup` begins with the call of Megatron's own `pretrain`. A rank that makes its process groups
+without it is in a loop of another library: `other`, whenever it is in nothing else of these.
 `train` begins when checkpoints have been read, so it holds what is built before the first step;
 `done` follows the last step. Only --ntp, or a start through `megatron-ntp run`, reports phases and
 steps (`integration.progress`).
@@ -28,7 +29,7 @@ from megatron_ntp.environment import BEATS_ENV
 ENV = BEATS_ENV
 """Names the folder to ranks. Set by the supervisor, which makes a new folder for each attempt."""
 
-PHASES = ("start", "setup", "load", "train", "eval", "save", "done")
+PHASES = ("start", "other", "setup", "load", "train", "eval", "save", "done")
 FIRST_STEP = "first-step"
 """A mark beside those of phases: when the first step of the process was complete."""
 

@@ -7,9 +7,10 @@ patches puts around them, and costs nothing where nobody listens.
 A listener is called with the moment and the number of steps that the job has completed (-1 before
 that is known), in the thread that trains:
 
-    start  setup  load loaded  step stepped ... eval evaluated ... save saved ...  trained  exit
+    start  setup  joined  load loaded  step stepped ... eval evaluated ... save saved ...
+    trained  exit
 
-A training loop of another library shows `start`, `exit`, and what it calls of these functions.
+A training loop of another library shows `start`, `joined`, `exit`, and what it calls of the rest.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from megatron_ntp.errors import StartError
 Listener = Callable[[str, int], None]
 
 WATCHED: Mapping[str, tuple[str, str]] = {
+    "torch.distributed.distributed_c10d:init_process_group": ("", "joined"),
     "megatron.training.training:pretrain": ("setup", ""),
     "megatron.training.checkpointing:load_checkpoint": ("load", "loaded"),
     "megatron.training.training:train_step": ("step", "stepped"),
@@ -37,7 +39,7 @@ WATCHED: Mapping[str, tuple[str, str]] = {
     "megatron.training.training:evaluate": ("eval", "evaluated"),
     "megatron.training.training:train": ("", "trained"),
 }
-"""Functions of Megatron, and the moments that their start and their return are."""
+"""Functions of torch and Megatron, and the moments that their start and their return are."""
 
 _TOOL_NAME = "megatron-ntp"
 _TOOL_IDS = (4, 3)  # sys.monitoring gives 0, 1, 2 and 5 a meaning
@@ -106,10 +108,19 @@ class BeatListener:
         if moment == "stepped":
             self._writer.step_done(iteration)
         elif moment in ("setup", "load"):
+            if moment == "setup":
+                self._between = "train"
             self._writer.say(moment)
-        elif moment in ("loaded", "step"):
-            if moment == "loaded" or self._writer.phase != "train":
-                self._writer.say("train", iteration)
+        elif moment == "joined":
+            if self._writer.phase == "start":
+                self._between = "other"
+                self._writer.say(self._between)
+        elif moment == "loaded":
+            self._writer.say(self._between, iteration)
+        elif moment == "step":
+            self._between = "train"
+            if self._writer.phase != self._between:
+                self._writer.say(self._between, iteration)
         elif moment in ("eval", "save"):
             self._writer.say(moment, iteration)
         elif moment in ("evaluated", "saved"):
@@ -142,6 +153,8 @@ def watch() -> None:
 
     sys.monitoring.register_callback(tool, kinds.PY_START, on_start)
     sys.monitoring.register_callback(tool, kinds.PY_RETURN, on_return)
+    if importlib.import_module("torch.distributed").is_initialized():
+        _tell("joined")
 
 
 def _claim_tool() -> int:

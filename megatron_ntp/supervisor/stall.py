@@ -5,12 +5,13 @@ others from their next step. So a job hangs if *no* rank has moved for longer th
 take in its phase. Steps get a deadline learned from earlier steps; start, load, the first step,
 evaluating and saving have generous ones of their own.
 
-[Other loops] Only the steps of Megatron's own loop are seen. Where ranks give signs, and none has
-come into it, nothing can be said: a training loop of another library stays in its start for ever.
+[Other loops] Only the steps of Megatron's own loop are seen. A training loop of another library may
+take for ever, once it has made its process groups.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -49,10 +50,7 @@ class Deadlines:
 
 @dataclass(frozen=True)
 class Sign:
-    """A rank's last sign, `age_s` seconds ago. `state` is its process's, a letter as in /proc.
-
-    `is_followed`: it has come into Megatron's own loop, see [Other loops].
-    """
+    """A rank's last sign, `age_s` seconds ago. `state` is its process's, a letter as in /proc."""
 
     rank: int
     phase: str = PHASES[0]
@@ -60,15 +58,12 @@ class Sign:
     age_s: float = 0.0
     stepped: bool = False
     state: str = ""
-    is_followed: bool = True
 
     @classmethod
     def of(cls, beat: Beat, now: float, state: str) -> Sign:
         """From a beat, at CLOCK_MONOTONIC `now`."""
         stepped = FIRST_STEP in beat.marks
-        followed = stepped or "setup" in beat.marks
-        age_s = now - beat.since
-        return cls(beat.rank, beat.phase, beat.iteration, age_s, stepped, state, followed)
+        return cls(beat.rank, beat.phase, beat.iteration, now - beat.since, stepped, state)
 
 
 @dataclass(frozen=True)
@@ -109,7 +104,12 @@ def limit_s(sign: Sign, deadlines: Deadlines, longest_s: float) -> float:
     """How long a rank may take for what it is doing."""
     if sign.phase == "train":
         return deadlines.of_step(longest_s) if sign.stepped else deadlines.first_step_s
-    by_phase = {"load": deadlines.load_s, "eval": deadlines.eval_s, "save": deadlines.save_s}
+    by_phase = {
+        "other": math.inf,  # see [Other loops]
+        "load": deadlines.load_s,
+        "eval": deadlines.eval_s,
+        "save": deadlines.save_s,
+    }
     return by_phase.get(sign.phase, deadlines.start_s)
 
 
@@ -126,8 +126,6 @@ def find_stall(
         longest_s: longest of the last steps.
     """
     everyone = [signs.get(rank, Sign(rank, age_s=age_s)) for rank in range(world_size)]
-    if not any(sign.is_followed for sign in everyone):
-        return None
     deadline = max(limit_s(sign, deadlines, longest_s) for sign in everyone)
     silent = min(sign.age_s for sign in everyone)
     if silent <= deadline:

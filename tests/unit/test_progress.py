@@ -22,6 +22,7 @@ def test_a_job_that_goes_on_from_a_checkpoint(listener: BeatListener, tmp_path: 
     told = [
         ("start", -1, ("start", -1)),
         ("setup", -1, ("setup", -1)),
+        ("joined", -1, ("setup", -1)),
         ("load", -1, ("load", -1)),
         ("loaded", 8, ("train", 8)),
         ("step", 8, ("train", 8)),
@@ -42,6 +43,26 @@ def test_a_job_that_goes_on_from_a_checkpoint(listener: BeatListener, tmp_path: 
     for moment, iteration, expected in told:
         listener(moment, iteration)
         assert seen(tmp_path) == expected, moment
+
+
+@pytest.mark.parametrize("moment", ["setup", "step"])
+def test_a_loop_of_another_library(moment: str, listener: BeatListener, tmp_path: Path) -> None:
+    """It is one until it calls Megatron's own loop, or Megatron's steps."""
+    told = [
+        ("start", -1, ("start", -1)),
+        ("joined", -1, ("other", -1)),
+        ("load", -1, ("load", -1)),
+        ("loaded", 8, ("other", 8)),
+        ("save", 8, ("save", 8)),
+        ("saved", 8, ("other", 8)),
+        (moment, 8, ("setup" if moment == "setup" else "train", 8)),
+        ("stepped", 9, ("train", 9)),
+        ("save", 9, ("save", 9)),
+        ("saved", 9, ("train", 9)),
+    ]
+    for moment_, iteration, expected in told:
+        listener(moment_, iteration)
+        assert seen(tmp_path) == expected, moment_
 
 
 def test_a_job_that_loads_nothing(listener: BeatListener, tmp_path: Path) -> None:
