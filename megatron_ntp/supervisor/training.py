@@ -37,14 +37,12 @@ class Training:
         nonuniform: --ntp is among them.
         says_steps: its ranks write beats, so that a hang can be told from work.
         says_load: the user has chosen what to load.
-        handles_signals: ranks save at SIGTERM (--exit-signal-handler).
     """
 
     words: tuple[str, ...]
     nonuniform: bool
     says_steps: bool
     says_load: bool
-    handles_signals: bool
     shape: Shape
     terms: Terms
     save: Path | None
@@ -103,7 +101,6 @@ def read(words: Sequence[str], shape: Shape, keep_replicas: bool, min_degree: in
         nonuniform=settings.ntp,
         says_steps=settings.ntp or _is_started_by_us(words),
         says_load=settings.ntp_load != LoadMode.FULL.value,
-        handles_signals=bool(given.exit_signal_handler),
         shape=Shape(
             tp=shape.tp or _number(given.tensor_model_parallel_size) or 1,
             pp=shape.pp or _number(given.pipeline_model_parallel_size) or 1,

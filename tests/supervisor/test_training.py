@@ -30,9 +30,9 @@ def placement(dead: bool) -> Placement:
 
 
 def test_sizes_and_terms() -> None:
-    found = read(f"pretrain_gpt.py {SIZES} {SAVING} --ntp --exit-signal-handler")
+    found = read(f"pretrain_gpt.py {SIZES} {SAVING} --ntp")
     assert found.shape == Shape(4, 2, 1, 8, 3)
-    assert found.nonuniform and found.handles_signals and found.says_steps
+    assert found.nonuniform and found.says_steps
     assert (found.save, found.load) == (Path("ckpt"), Path("ckpt"))
     terms = found.terms
     assert (terms.batch_policy, terms.micro_batch, terms.batches) == ("shrink", 2, (16,))
