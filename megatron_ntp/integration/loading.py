@@ -232,19 +232,15 @@ def _content_check(
             return ["it has no content hashes, which --verify-integrity asks for"]
         if board is None:
             return contents(checkpoint)
-        board.tell_all(f"round/{rounds}", str(checkpoint.path))
+        extra_s = checkpoint.nbytes / board.world_size / _SLOWEST_NBYTES_PER_S
+        board.tell_all(f"round/{rounds}", [str(checkpoint.path), extra_s])
         board.hand_in(f"problems/{rounds}", contents(checkpoint, 0, board.world_size))
         what = "word on the content of a checkpoint"
-        found = board.collect(f"problems/{rounds}", what, _reading_s(checkpoint, board))
+        found = board.collect(f"problems/{rounds}", what, extra_s)
         rounds += 1
         return [problem for problems in found for problem in problems]
 
     return check
-
-
-def _reading_s(checkpoint: Checkpoint, board: Board) -> float:
-    """How much longer to wait for ranks that read their share of a checkpoint."""
-    return checkpoint.nbytes / board.world_size / _SLOWEST_NBYTES_PER_S
 
 
 def _follow(board: Board) -> LoadDecision:
@@ -255,9 +251,10 @@ def _follow(board: Board) -> LoadDecision:
         subject, told = board.hear(*subjects, what="which checkpoint to load", extra_s=extra_s)
         if subject == "decision":
             break
-        checkpoint = examine(Candidate(Path(told), None))
+        path, extra_s = told
+        checkpoint = examine(Candidate(Path(path), None), look_at_sizes=False)
         board.hand_in(f"problems/{rounds}", contents(checkpoint, board.rank, board.world_size))
-        rounds, extra_s = rounds + 1, _reading_s(checkpoint, board)
+        rounds += 1
     if "error" in told:
         raise CheckpointError(told["error"])
     values = told["decision"]

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from checkpoints import MODEL, SHARD, Maker, content_of, flip_bit, truncate, write_hashes
 
+from megatron_ntp.checkpoint import examine
 from megatron_ntp.checkpoint.folder import TRACKER
 from megatron_ntp.checkpoint.stored import read_stored
 from megatron_ntp.comm.board import Board
@@ -416,7 +417,7 @@ def test_a_rank_that_sees_another_disk_is_named(
 
 @pytest.mark.parametrize("num_flips", [1, 2])
 def test_ranks_read_content_together_and_skip_what_is_damaged(
-    tmp_path: Path, num_flips: int
+    tmp_path: Path, num_flips: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = Maker(tmp_path / "ckpt")
     for iteration in (5, 10, 20):
@@ -427,7 +428,13 @@ def test_ranks_read_content_together_and_skip_what_is_damaged(
         flip_bit(path / SHARD, item.offset + item.nbytes // 2)
     plain = together(tmp_path, lambda rank: arguments(made.path))
     assert plain[0].iteration == 20, "names and sizes are right"
+    looks: list[bool] = []
+    real = examine._file_sizes
+    monkeypatch.setattr(
+        examine, "_file_sizes", lambda path, look: looks.append(look) or real(path, look)
+    )
     found = together(tmp_path, lambda rank: arguments(made.path), ntp_checkpoint_check="content")
+    assert looks.count(True) == num_flips + 1, "only rank 0 asks for all sizes"
     assert [each.iteration for each in found] == [(10, 5)[num_flips - 1]] * 3
     assert "CRC-32" in found[0].notes[0]
 
