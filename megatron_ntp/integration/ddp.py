@@ -22,6 +22,7 @@ from megatron_ntp.integration import context
 from megatron_ntp.integration.grad_sync import GradSync
 from megatron_ntp.integration.install import verify_installed
 from megatron_ntp.integration.param_sync import ParamSync
+from megatron_ntp.integration.refusals import refuse_config
 from megatron_ntp.integration.reshard import Resharder
 from megatron_ntp.integration.sync_model import ReshardGroup, SyncModel, SyncParam
 
@@ -154,6 +155,7 @@ def ddp_init(
         original(self, config, ddp_config, module, *args, **kwargs)
         return
     verify_installed()
+    refuse_config(ddp_config)
     _agree_on_bucket_size(ddp_config, module, ntp)
     # A layout that was computed from compute parameters does not fit; DDP computes its own.
     kwargs.pop("full_param_layout", None)

@@ -8,6 +8,7 @@ that every division gives k. The logical sizes stay in args and in the plan.
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 from megatron_ntp.comm.packing import Segment
 from megatron_ntp.errors import NTPError
 from megatron_ntp.integration import context
+from megatron_ntp.integration.refusals import refuse_config
 from megatron_ntp.plan.model import ModelDims
 
 
@@ -38,6 +40,7 @@ def local_config(config: Any, ntp: context.NTPContext) -> Any:
 
 
 def _check_config(config: Any, dims: ModelDims) -> None:
+    refuse_config(config)
     found = (config.num_attention_heads, config.num_query_groups, config.ffn_hidden_size)
     planned = (dims.num_attention_heads, dims.num_query_groups, dims.ffn_hidden_size)
     if found != planned:
@@ -55,8 +58,15 @@ def gpt_model_init(
     if ntp is None or ntp.plan is None:
         original(self, config, *args, **kwargs)
         return
-    if kwargs.get("parallel_output") is False:
+    given = inspect.signature(original).bind(self, config, *args, **kwargs).arguments
+    if given.get("parallel_output") is False:
         raise NTPError("GPTModel(parallel_output=False) gathers logits, which --ntp does not do")
+    planned = ntp.plan.model.padded_vocab_size
+    if given["vocab_size"] != planned:
+        raise NTPError(
+            f"GPTModel was given a vocabulary of {given['vocab_size']} rows, but the plan is for "
+            f"{planned} (padded_vocab_size, with the padding that your loop adds)"
+        )
     original(self, local_config(config, ntp), *args, **kwargs)
 
 

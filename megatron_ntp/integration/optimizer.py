@@ -23,6 +23,7 @@ from megatron_ntp.integration import context, stats
 from megatron_ntp.integration.checkpoint import check_optimizer_format
 from megatron_ntp.integration.ddp import NTPDistributedDataParallel, chunks_of
 from megatron_ntp.integration.parallel_state import CORE_REPLICA, CORE_WORLD, RESHARD
+from megatron_ntp.integration.refusals import refuse_config
 
 _MISSING = -1.0
 """Stands for None in the answers: norms and counts are never negative."""
@@ -152,6 +153,7 @@ def get_megatron_optimizer(
     ntp = context.current()
     if ntp is None or ntp.plan is None:
         return original(config, model_chunks, *args, **kwargs)
+    refuse_config(config)
     chunks = chunks_of(model_chunks)
     # --timing-log-level 1 and 2: barriers of all ranks within a step, where extra ranks never are.
     config.barrier_with_L1_time = False

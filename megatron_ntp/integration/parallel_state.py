@@ -21,6 +21,7 @@ from megatron_ntp.errors import PlanTopologyError, StartError
 from megatron_ntp.integration import context
 from megatron_ntp.integration.group_table import CORE_WORLD, GLOBALS, unknown_groups
 from megatron_ntp.integration.meeting import meet
+from megatron_ntp.integration.refusals import refuse_settings
 from megatron_ntp.plan.topology import Topology
 
 RESHARD = "reshard"
@@ -58,6 +59,7 @@ def initialize_model_parallel(original: Callable[..., None], *args: Any, **kwarg
         original(*args, **kwargs)
         return
     given = inspect.signature(original).bind(*args, **kwargs).arguments
+    refuse_settings("initialize_model_parallel", given)
     nominal_tp = given.get("tensor_model_parallel_size", 1)
     if nominal_tp != ntp.topology.nominal_tp:
         raise PlanTopologyError(

@@ -1,13 +1,15 @@
 """Megatron flags that nonuniform TP refuses, by name, before anything starts.
 
 A flag is refused while it is not known to be exact. The list names features; what a model is made
-of is checked again, parameter by parameter, when it is built (integration.model).
+of is checked again, parameter by parameter, when it is built (integration.model). A training loop
+of its own has no flags: the objects that it configures megatron-core with are held against the same
+list, under the names that fields have there.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +21,15 @@ class Refusal:
     """One argument of Megatron and the values that are refused.
 
     `hits(value)` decides. An argument that the installed Megatron lacks is skipped. `spelled` is
-    the flag that sets it, where that is not the argument's own name.
+    the flag that sets it, and `field` the field of megatron-core's configs, where that is not the
+    argument's own name.
     """
 
     argument: str
     hits: Callable[[Any], bool]
     why: str
     spelled: str = ""
+    field: str = ""
 
     @property
     def flag(self) -> str:
@@ -57,7 +61,9 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("context_parallel_size", _above_one, _LATER),
     Refusal("sequence_parallel", _on, _LATER),
     Refusal("hybrid_context_parallel", _on, _LATER),
-    Refusal("num_experts", _on, "MoE layers are not supported with --ntp yet"),
+    Refusal(
+        "num_experts", _on, "MoE layers are not supported with --ntp yet", field="num_moe_experts"
+    ),
     Refusal("expert_model_parallel_size", _above_one, "MoE layers are not supported yet"),
     Refusal("multi_latent_attention", _on, _LAYOUT),
     Refusal("experimental_attention_variant", _on, _LAYOUT),
@@ -68,7 +74,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("hybrid_override_pattern", _on, "Mamba and hybrid models are not supported yet"),
     Refusal("is_hybrid_model", _on, "Mamba and hybrid models are not supported yet"),
     Refusal("spec", _on, "a custom layer spec may hold parameters that NTP cannot cut"),
-    Refusal("heterogeneous_layers_config_path", _on, _LAYOUT),
+    Refusal("heterogeneous_layers_config_path", _on, _LAYOUT, field="heterogeneous_block_specs"),
     Refusal("heterogeneous_layers_config_encoded_json", _on, _LAYOUT),
     Refusal("optimizer", _not_in("adam", "sgd"), "it is not element-wise or not tested"),
     Refusal("use_precision_aware_optimizer", _on, _BUFFERS),
@@ -82,8 +88,18 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("use_megatron_fsdp", _on, _BUFFERS),
     Refusal("use_torch_fsdp2", _on, _BUFFERS),
     Refusal("nccl_ub", _on, _BUFFERS, "--use-nccl-ub"),
-    Refusal("ddp_reduce_scatter_with_fp32_accumulation", _on, _UNTESTED),
-    Refusal("ddp_param_name_patterns_for_fp32_local_accumulation", _on, _BUFFERS),
+    Refusal(
+        "ddp_reduce_scatter_with_fp32_accumulation",
+        _on,
+        _UNTESTED,
+        field="reduce_scatter_with_fp32_accumulation",
+    ),
+    Refusal(
+        "ddp_param_name_patterns_for_fp32_local_accumulation",
+        _on,
+        _BUFFERS,
+        field="param_name_patterns_for_fp32_local_accumulation",
+    ),
     Refusal("gtp_weight_remat_size", _above_one, _GROUPS, "--tensor-parallel-num-weight-shards"),
     Refusal("use_sharp", _on, _GROUPS),
     Refusal("nccl_communicator_config_path", _on, _GROUPS),
@@ -165,6 +181,30 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
             "these flags cannot be combined with --ntp; remove them or run without --ntp:\n"
             + "\n".join(found)
         )
+
+
+def refuse_settings(source: str, settings: Mapping[str, Any]) -> None:
+    """Raises with every setting of a config object, or of a call, that NTP refuses.
+
+    Args:
+        source: what they are settings of, for the message.
+        settings: by name, as megatron-core spells it.
+    """
+    found = [
+        f"  {source}.{name} = {settings[name]!r}: {row.why}"
+        for row in REFUSALS
+        if (name := row.field or row.argument) in settings and row.hits(settings[name])
+    ]
+    if found:
+        raise UnsupportedFlagError(
+            "these settings cannot be combined with nonuniform TP; change them or train without "
+            "it:\n" + "\n".join(found)
+        )
+
+
+def refuse_config(config: Any) -> None:
+    """`refuse_settings` of one of megatron-core's config objects."""
+    refuse_settings(type(config).__name__, vars(config))
 
 
 def _scripts(args: argparse.Namespace) -> list[str]:

@@ -217,6 +217,60 @@ def test_what_cannot_work(plan: Path, what: str, world_size: int, message: str) 
         assert (message in found) if message else not found
 
 
+def refused_settings(plan: str) -> list[str]:
+    """What is said to settings that give wrong gradients, and that no flag shows."""
+    from dataclasses import replace
+
+    import torch
+    import torch.distributed as dist
+
+    from megatron_ntp import cpu_runtime, install
+    from megatron_ntp.errors import NTPError, UnsupportedFlagError
+
+    cpu_runtime.install()
+    install(plan=plan)
+    from megatron.core import parallel_state as mpu
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    def answer(function: Any, *args: Any, **kwargs: Any) -> str:
+        try:
+            function(*args, **kwargs)
+        except (NTPError, UnsupportedFlagError) as error:
+            return str(error)
+        return "accepted"
+
+    dist.init_process_group("gloo")
+    said = [answer(mpu.initialize_model_parallel, 2, expert_model_parallel_size=2)]
+    mpu.initialize_model_parallel(2)
+    config, spec = _config(2), get_gpt_layer_local_spec()
+    wrong = replace(config, sequence_parallel=True, cross_entropy_loss_fusion=True)
+    said.append(answer(GPTModel, wrong, spec, VOCAB, SEQ_LENGTH))
+    said.append(answer(GPTModel, config, spec, 2 * VOCAB, SEQ_LENGTH))
+    options = DistributedDataParallelConfig(num_distributed_optimizer_instances=2)
+    said.append(answer(DistributedDataParallel, config, options, torch.nn.Linear(1, 1)))
+    said.append(answer(get_megatron_optimizer, OptimizerConfig(optimizer="muon"), []))
+    return said
+
+
+def test_settings_that_no_flag_shows(plan: Path) -> None:
+    named = (
+        ("initialize_model_parallel.expert_model_parallel_size = 2: MoE",),
+        (
+            "TransformerConfig.sequence_parallel = True: ",
+            "TransformerConfig.cross_entropy_loss_fusion = True: the fused loss assumes equal",
+        ),
+        ("a vocabulary of 112 rows, but the plan is for 56",),
+        ("DistributedDataParallelConfig.num_distributed_optimizer_instances = 2: ",),
+        ("OptimizerConfig.optimizer = 'muon': ",),
+    )
+    for said in run_ranks(refused_settings, 3, plan=str(plan)):
+        for answer, parts in zip(said, named, strict=True):
+            assert all(part in answer for part in parts), answer
+
+
 def test_ranks_with_different_plans_are_named(plan: Path, tmp_path: Path) -> None:
     other = tmp_path / "plan-2.json"
     Plan(Topology.from_degrees((2, 1)), DIMS, "shrink").save(other)
