@@ -132,7 +132,7 @@ def _settings(words: Sequence[str]) -> NTPSettings:
 
 
 def _check(words: Sequence[str], given: GivenWords, settings: NTPSettings) -> None:
-    for word in words[:4]:
+    for word in itertools.takewhile(lambda word: not word.endswith(".py"), words[:4]):
         if Path(word).name in _LAUNCHERS:
             raise UnsupportedFlagError(
                 f"remove {word} and its options from the training command: launch itself starts "

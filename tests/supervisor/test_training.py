@@ -44,6 +44,10 @@ def test_given_sizes_win() -> None:
     assert read("run.sh", Shape(0, 0, 0, 8)).shape == Shape(1, 1, 1, 8)
 
 
+def test_a_flag_may_have_the_name_of_a_launcher() -> None:
+    assert read("p.py --launcher torchrun").words == (PYTHON, "p.py", "--launcher", "torchrun")
+
+
 def test_a_ramp_up_passes_through_its_batches() -> None:
     words = "pretrain_gpt.py --micro-batch-size 1 --global-batch-size 16 --rampup-batch-size 4 4 99"
     assert read(words).terms.batches == (4, 8, 12, 16)
