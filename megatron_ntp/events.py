@@ -60,6 +60,13 @@ class EventLog:
         finally:
             os.close(file)
 
+    def note(self, event: str, **fields: Any) -> None:
+        """As `write`, by a job that goes on where the log cannot be written: its disk is full."""
+        try:
+            self.write(event, **fields)
+        except OSError as error:
+            print(f"{self.path} cannot be written: {error.strerror}: {event} {fields}", flush=True)
+
 
 def now() -> str:
     """The time in UTC, ISO 8601, to the millisecond."""

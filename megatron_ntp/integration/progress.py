@@ -92,9 +92,9 @@ class EventListener:
     def __call__(self, moment: str, iteration: int) -> None:
         if moment == "stepped" and not self._has_stepped:
             self._has_stepped = True
-            self._log.write("stepping", iteration=iteration)
+            self._log.note("stepping", iteration=iteration)
         elif moment == "trained":
-            self._log.write("trained", iteration=iteration)
+            self._log.note("trained", iteration=iteration)
 
 
 class BeatListener:

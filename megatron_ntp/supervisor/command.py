@@ -116,7 +116,7 @@ def _open(folder: JobFolder, job: Training, before: Holder | None, left_step: in
     """The job's state, with the attempt of a supervisor that died taken to its end."""
     state, aside = folder.open()
     log = EventLog(folder.events)
-    log.write(
+    log.note(
         "supervisor-started",
         pid=os.getpid(),
         attempts=len(state.attempts),
@@ -134,7 +134,7 @@ def _open(folder: JobFolder, job: Training, before: Holder | None, left_step: in
         reason = "its supervisor was killed"
         ledger = guards.ended_on_purpose(state.ledger, checkpoint, left_step)
         state = replace(state.with_attempt(replace(record, ended=reason)), ledger=ledger)
-        log.write(
+        log.note(
             "attempt-ended",
             attempt=record.number,
             degrees=list(record.degrees),

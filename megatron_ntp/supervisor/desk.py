@@ -50,11 +50,8 @@ class Desk:
         self._board.give({"session": self._session, "kind": kind, **fields})
 
     def note(self, event: str, **fields: Any) -> None:
-        """Into the log of events. Nothing depends on it: a full disk must not end a job."""
-        try:
-            self._log.write(event, **fields)
-        except OSError as error:
-            self.say(f"the log of events cannot be written: {error}: {event} {fields}")
+        """Into the log of events."""
+        self._log.note(event, **fields)
 
     def until(self, done: Callable[[], Any], deadline_s: float) -> bool:
         """Keeps the own worker going until `done`; False after the deadline."""

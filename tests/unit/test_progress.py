@@ -84,3 +84,10 @@ def test_rank_0_logs_its_first_step_and_the_end(tmp_path: Path) -> None:
         ("stepping", 9),
         ("trained", 10),
     ]
+
+
+def test_a_log_that_cannot_be_written_ends_no_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    EventListener(events.EventLog(tmp_path))("stepped", 9)
+    assert "cannot be written: Is a directory: stepping {'iteration': 9}" in capsys.readouterr().out
