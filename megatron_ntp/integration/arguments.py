@@ -44,6 +44,8 @@ def validate_args(
     refuse_unsupported(args)
     world_size = args.world_size
     topology, plan = job_topology(settings, args)
+    policy = None if plan is None else plan.batch_policy
+    refuse_unsupported(args, policy)
     power = checked_settings(args)
     refuse_lost_state(args, topology.is_reduced)
     args.world_size = topology.nominal_world_size
@@ -52,7 +54,7 @@ def validate_args(
     finally:
         args.world_size = world_size
     # Megatron derives some settings (gradient type, sequence parallelism) while it validates.
-    refuse_unsupported(args)
+    refuse_unsupported(args, policy)
     context.activate(
         context.NTPContext(
             settings=settings, topology=topology, global_rank=args.rank, plan=plan, power=power

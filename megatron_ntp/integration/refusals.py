@@ -160,6 +160,11 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("skip_train", _on, "there is nothing to train"),
     Refusal("perform_rl_step", _on, _UNTESTED),
     Refusal("dataloader_type", _not_in(None, "single"), "its order of samples is not covered"),
+    Refusal(
+        "gpu_sniff_test_interval",
+        _on,
+        "it compares figures of groups over the whole job, and an extra rank is alone in some",
+    ),
     Refusal("save_wgrads_interval", _on, _UNTESTED),
     Refusal("save_dgrads_interval", _on, _UNTESTED),
     Refusal("save_params_interval", _on, _UNTESTED),
@@ -167,15 +172,20 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
-def refuse_unsupported(args: argparse.Namespace) -> None:
-    """Raises with every flag of `args` that NTP refuses, its value and the reason."""
+def refuse_unsupported(args: argparse.Namespace, batch_policy: str | None = None) -> None:
+    """Raises with every flag of `args` that NTP refuses, its value and the reason.
+
+    Args:
+        args: Megatron's arguments.
+        batch_policy: that of the plan file, which counts where no flag names one.
+    """
     found = [
         f"  {row.flag} {getattr(args, row.argument)}: {row.why}"
         for row in REFUSALS
         if hasattr(args, row.argument) and row.hits(getattr(args, row.argument))
     ]
     found += _scripts(args)
-    found += _combinations(args)
+    found += _combinations(args, args.ntp_batch_policy or batch_policy)
     if found:
         raise UnsupportedFlagError(
             "these flags cannot be combined with --ntp; remove them or run without --ntp:\n"
@@ -215,18 +225,18 @@ def _scripts(args: argparse.Namespace) -> list[str]:
     return [f"  pretrain_vlm.py (it adds --freeze-LM): {MULTIMODAL}"]
 
 
-def _combinations(args: argparse.Namespace) -> list[str]:
+def _combinations(args: argparse.Namespace, batch_policy: str | None) -> list[str]:
     """Flags that are refused only together."""
     found = [
         f"  {flag} {path}: its checkpoints can be examined in a file system only"
         for flag in ("--load", "--save", "--pretrained-checkpoint")
         if (path := str(getattr(args, flag[2:].replace("-", "_"), None))).startswith("msc://")
     ]
-    if args.ntp_batch_policy not in (None, "keep"):
-        if args.rampup_batch_size:
-            found.append("  --rampup-batch-size with --ntp-batch-policy other than keep")
-        if getattr(args, "step_batch_size_schedule", None):
-            found.append("  --step-batch-size-schedule with --ntp-batch-policy other than keep")
-        if args.ntp_batch_policy == "shrink" and args.train_samples:
+    if batch_policy not in (None, "keep"):
+        for argument in ("rampup_batch_size", "step_batch_size_schedule", "iterations_to_skip"):
+            if getattr(args, argument, None):
+                flag = "--" + argument.replace("_", "-")
+                found.append(f"  {flag} with --ntp-batch-policy other than keep")
+        if batch_policy == "shrink" and args.train_samples:
             found.append("  --train-samples with --ntp-batch-policy shrink: use --train-iters")
     return found

@@ -192,6 +192,10 @@ def test_a_start_with_an_unsupported_flag(flags: list[str]) -> None:
             ["--ntp-batch-policy", "redistribute", "--step-batch-size-schedule", "0:2 4:4"],
             "--step-batch-size-schedule with --ntp-batch-policy",
         ),
+        (
+            ["--iterations-to-skip", "2", "--ntp-batch-policy", "redistribute"],
+            "--iterations-to-skip with --ntp-batch-policy",
+        ),
         (["--load", "msc://bucket/ckpt"], "--load msc://bucket/ckpt"),
     ],
 )
@@ -317,6 +321,12 @@ def test_plan_for_another_healthy_degree(tmp_path: Path) -> None:
     data = json.loads(Plan(Topology.from_degrees((4, 3), 4), DIMS, "keep").to_json())
     error = start_with_plan(tmp_path, data, num_ranks=6)
     assert "healthy TP degree of 4" in error and "--tensor-model-parallel-size is 2" in error
+
+
+def test_plan_whose_batch_policy_a_flag_contradicts(tmp_path: Path) -> None:
+    data = {**plan_data(), "batch_policy": "redistribute"}
+    error = start_with_plan(tmp_path, data, "--rampup-batch-size", "2", "2", "8")
+    assert "--rampup-batch-size with --ntp-batch-policy other than keep" in error
 
 
 @pytest.mark.parametrize("section", [None, "topology", "model"])
