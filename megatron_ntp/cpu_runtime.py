@@ -379,6 +379,21 @@ def _without_device_ids(original: Callable[..., Any]) -> Callable[..., Any]:
     return barrier
 
 
+def _without_random_numbers(original: Callable[..., None]) -> Callable[..., None]:
+    """A loader's iterator, on TP rank 0 only: it seeds workers from the generator of dropout here.
+
+    On a GPU dropout has a generator of its own, so that TP ranks stay in step.
+    """
+
+    @functools.wraps(original)
+    def begin(*args: Any, **kwargs: Any) -> None:
+        state = torch.default_generator.get_state()
+        original(*args, **kwargs)
+        torch.default_generator.set_state(state)
+
+    return begin
+
+
 # --- stand-ins for Apex and Transformer Engine --------------------------------------------------
 
 
@@ -534,6 +549,8 @@ def _replace_torch(mode: _CpuMode) -> None:
         _replace(torch.Tensor, name, _return_self)
     _replace(torch.Tensor, "record_stream", _nothing)
     _replace(torch.nn.Module, "cuda", _return_self)
+    iterator = torch.utils.data.dataloader._BaseDataLoaderIter
+    _replace(iterator, "__init__", _without_random_numbers(iterator.__init__))
 
 
 def _replace_distributed() -> None:

@@ -58,6 +58,18 @@ def test_32_heads_on_8_and_7_ranks(model: Model, flags: tuple[str, ...]) -> None
     check(ours, jobs.uniform(model, 1, 1, flags, load=loaded, stop_at=2))
 
 
+def test_hidden_dropout() -> None:
+    """All TP ranks drop the same elements, those that the healthy job would drop."""
+    flags, options = ("--hidden-dropout", "0.2", "--no-load-rng"), {"global_batch": 2, "stop_at": 4}
+    loaded = jobs.start(GPT2, global_batch=2)
+    ours = jobs.nonuniform(GPT2, (2, 1), flags, load=loaded, **options)
+    plain = jobs.uniform(GPT2, 2, 2, flags, load=loaded, **options)
+    check(ours, plain)
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
+    without = jobs.uniform(GPT2, 2, 2, load=loaded, **options)
+    assert plain.losses[0] != pytest.approx(without.losses[0], rel=1e-4), "nothing was dropped"
+
+
 def test_vocabulary_of_50257() -> None:
     """All of it is used: token ids of the mock data lie 7919 apart."""
     model, spread = jobs.BIG_VOCABULARY, {"token_stride": 7919}
