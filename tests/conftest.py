@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-SLURM = Path(__file__).parent / "slurm"
+_ONE_MUNGED = "tests/slurm"
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of a file share the jobs they look at; those of Slurm the one munged here."""
-    for item in items:
-        group = SLURM if SLURM in item.path.parents else item.path
-        item.add_marker(pytest.mark.xdist_group(str(group.relative_to(SLURM.parent))))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of a file share the jobs they look at; those of Slurm the one munged here.
+
+    The marks that xdist has for this do nothing with pytest 9.2.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _ONE_MUNGED if nodeid.startswith(_ONE_MUNGED) else nodeid.partition("::")[0]
+
+    return ByFile(config, log)
