@@ -41,6 +41,20 @@ BATCH_KEYS = ("tokens", "position_ids", "labels", "loss_mask", "attention_mask")
 
 DEFAULTS = {"tokenizer_type": "NullTokenizer"}
 
+# Flags of Megatron that its own script carries out, and this one does not.
+NOT_HERE = (
+    "--fim-data",
+    "--dataloader-inter-document-masking",
+    "--sft",
+    "--spec",
+    "--mtp-num-layers",
+    "--experimental-attention-variant",
+    "--heterogeneous-layers-config-path",
+    "--heterogeneous-layers-config-encoded-json",
+    "--logits-save-dir",
+    "--logits-load-dir",
+)
+
 
 # --- model --------------------------------------------------------------------------------------
 
@@ -54,6 +68,11 @@ def model_provider(
 ) -> GPTModel:
     """The part of the model that belongs to this pipeline stage."""
     args = get_args()
+    ignored = [flag for flag in NOT_HERE if getattr(args, flag[2:].replace("-", "_"), None)]
+    if ignored:
+        raise SystemExit(
+            f"this script does not know {', '.join(ignored)}: use pretrain_gpt.py of a checkout"
+        )
     print_rank_0("building GPT model ...")
     config = config or core_transformer_config_from_args(args)
     return GPTModel(

@@ -39,7 +39,7 @@ def model_dims(args: argparse.Namespace) -> ModelDims:
         ffn_hidden_size=args.ffn_hidden_size,
         padded_vocab_size=args.padded_vocab_size,
         num_layers=args.num_layers,
-        mlp_matrices=3 if args.swiglu else 2,
+        mlp_matrices=3 if args.swiglu or args.quick_geglu else 2,
     )
 
 

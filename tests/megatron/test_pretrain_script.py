@@ -43,3 +43,9 @@ def test_masks_made_by_attention_change_nothing() -> None:
     with_masks = run_training(flags, 2)
     without = run_training([*flags, "--no-create-attention-mask-in-dataloader"], 2)
     assert without.losses == with_masks.losses
+
+
+def test_what_it_does_not_know_is_not_ignored() -> None:
+    run = run_training([*MODEL, *LLAMA, *tp(1), "--mtp-num-layers", "1"], 1, check=False)
+    assert run.statuses == [1], run.describe()
+    assert "this script does not know --mtp-num-layers: use pretrain_gpt.py of a" in run.stderr[0]

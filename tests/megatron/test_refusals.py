@@ -298,10 +298,13 @@ def start_with_plan(folder: Path, data: Any, *flags: str, num_ranks: int = 3) ->
     return start_first_of(num_ranks, argv)
 
 
-def test_the_plan_file_that_the_others_are_variations_of_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("flags", "mlp_matrices"), [([], 2), (["--quick-geglu"], 3)])
+def test_the_plan_file_that_the_others_are_variations_of_trains(
+    tmp_path: Path, flags: list[str], mlp_matrices: int
+) -> None:
     path = tmp_path / "plan.json"
-    path.write_text(json.dumps(plan_data()))
-    run = run_training([*MODEL, *TP2, "--ntp", "--ntp-plan", str(path)], 3)
+    path.write_text(json.dumps(plan_data(mlp_matrices=mlp_matrices)))
+    run = run_training([*MODEL, *TP2, *flags, "--ntp", "--ntp-plan", str(path)], 3)
     assert list(run.losses) == [1]
 
 
