@@ -69,6 +69,12 @@ class NTPContext:
         return self.layout(family).sizes(self.degree)[self.rank.tp_rank]
 
     def group(self, kind: str) -> Membership:
+        if not self.groups:
+            raise NTPError(
+                "nonuniform TP has no process groups: initialize_model_parallel of megatron-core "
+                "makes them, called once the plan was installed. A loop that makes groups of its "
+                "own cannot train under it"
+            )
         return self.groups[kind]
 
 

@@ -58,6 +58,7 @@ def gpt_model_init(
     if ntp is None or ntp.plan is None:
         original(self, config, *args, **kwargs)
         return
+    ntp.group("tp")  # raises where the loop has made groups of its own
     given = inspect.signature(original).bind(self, config, *args, **kwargs).arguments
     if given.get("parallel_output") is False:
         raise NTPError("GPTModel(parallel_output=False) gathers logits, which --ntp does not do")

@@ -114,7 +114,8 @@ def vocab_parallel_cross_entropy(
     group = _tp_group(tp_group)
     num_local = vocab_parallel_logits.size(-1)
     sizes, num_rows = _vocab_sizes(num_local, group)
-    if label_smoothing > 0 and len(set(sizes)) > 1:
+    # Megatron smooths over each rank's own rows, so the loss of a replica goes by its degree.
+    if label_smoothing > 0 and (len(set(sizes)) > 1 or context.current() is not None):
         raise NTPError("label smoothing assumes equal vocabulary shards, which --ntp cuts unevenly")
     start = sum(sizes[: group.rank()])
     with _vocab_range(start, start + num_local):

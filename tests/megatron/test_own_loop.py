@@ -230,6 +230,7 @@ def refused_settings(plan: str) -> list[str]:
     cpu_runtime.install()
     install(plan=plan)
     from megatron.core import parallel_state as mpu
+    from megatron.core import tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -243,20 +244,25 @@ def refused_settings(plan: str) -> list[str]:
         return "accepted"
 
     dist.init_process_group("gloo")
-    said = [answer(mpu.initialize_model_parallel, 2, expert_model_parallel_size=2)]
-    mpu.initialize_model_parallel(2)
     config, spec = _config(2), get_gpt_layer_local_spec()
+    said = [answer(GPTModel, config, spec, VOCAB, SEQ_LENGTH)]
+    said.append(answer(mpu.initialize_model_parallel, 2, expert_model_parallel_size=2))
+    mpu.initialize_model_parallel(2)
     wrong = replace(config, sequence_parallel=True, cross_entropy_loss_fusion=True)
     said.append(answer(GPTModel, wrong, spec, VOCAB, SEQ_LENGTH))
     said.append(answer(GPTModel, config, spec, 2 * VOCAB, SEQ_LENGTH))
     options = DistributedDataParallelConfig(num_distributed_optimizer_instances=2)
     said.append(answer(DistributedDataParallel, config, options, torch.nn.Linear(1, 1)))
     said.append(answer(get_megatron_optimizer, OptimizerConfig(optimizer="muon"), []))
+    logits = torch.zeros(1, VOCAB // mpu.get_tensor_model_parallel_world_size())
+    target = torch.zeros(1, dtype=torch.int64)
+    said.append(answer(tensor_parallel.vocab_parallel_cross_entropy, logits, target, 0.1))
     return said
 
 
 def test_settings_that_no_flag_shows(plan: Path) -> None:
     named = (
+        ("nonuniform TP has no process groups",),
         ("initialize_model_parallel.expert_model_parallel_size = 2: MoE",),
         (
             "TransformerConfig.sequence_parallel = True: ",
@@ -265,6 +271,7 @@ def test_settings_that_no_flag_shows(plan: Path) -> None:
         ("a vocabulary of 112 rows, but the plan is for 56",),
         ("DistributedDataParallelConfig.num_distributed_optimizer_instances = 2: ",),
         ("OptimizerConfig.optimizer = 'muon': ",),
+        ("label smoothing assumes equal vocabulary shards",),
     )
     for said in run_ranks(refused_settings, 3, plan=str(plan)):
         for answer, parts in zip(said, named, strict=True):
