@@ -73,6 +73,12 @@ ROWS: tuple[Patch, ...] = (
         ("config", "transformer_layer_spec", "vocab_size", "parallel_output"),
     ),
     _row(
+        "megatron.core.models.common.language_module.language_module:LanguageModule.__init__",
+        "model:language_module_init",
+        "refuses other models than GPT before they are built",
+        ("config",),
+    ),
+    _row(
         "megatron.core.tensor_parallel.layers:ColumnParallelLinear.__init__",
         "tensor_parallel:column_init",
         "splits an output size that TP does not divide",

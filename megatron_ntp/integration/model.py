@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
 
 from megatron_ntp.comm.packing import Segment
 from megatron_ntp.errors import NTPError
@@ -69,6 +70,18 @@ def gpt_model_init(
             f"{planned} (padded_vocab_size, with the padding that your loop adds)"
         )
     original(self, local_config(config, ntp), *args, **kwargs)
+
+
+def language_module_init(
+    original: Callable[..., None], self: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Wraps `LanguageModule.__init__`, where other models than GPT begin too (BERT, T5, Mamba)."""
+    if context.current() is not None and not isinstance(self, GPTModel):
+        raise NTPError(
+            f"--ntp supports megatron.core's GPTModel, but the model is a {type(self).__name__}. "
+            "Train it without --ntp"
+        )
+    original(self, *args, **kwargs)
 
 
 @dataclass(frozen=True)

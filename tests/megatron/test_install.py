@@ -195,8 +195,11 @@ def test_install_verify_undo(core: Path | None) -> None:
 # --- a Megatron that does not fit ---------------------------------------------------------------
 
 
-# Its base class has one with the same parameters, which is then what runs, and is patched.
-INHERITED = {"megatron.core.models.gpt.gpt_model:GPTModel.sharded_state_dict"}
+# Their base classes have one with the same parameters, which is then what runs, and is patched.
+INHERITED = {
+    "megatron.core.models.gpt.gpt_model:GPTModel.sharded_state_dict",
+    "megatron.core.models.common.language_module.language_module:LanguageModule.__init__",
+}
 
 
 def rename_each() -> dict[str, Any]:

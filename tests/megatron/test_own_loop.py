@@ -232,6 +232,8 @@ def refused_settings(plan: str) -> list[str]:
     from megatron.core import parallel_state as mpu
     from megatron.core import tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+    from megatron.core.models.bert.bert_model import BertModel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -251,6 +253,7 @@ def refused_settings(plan: str) -> list[str]:
     wrong = replace(config, sequence_parallel=True, cross_entropy_loss_fusion=True)
     said.append(answer(GPTModel, wrong, spec, VOCAB, SEQ_LENGTH))
     said.append(answer(GPTModel, config, spec, 2 * VOCAB, SEQ_LENGTH))
+    said.append(answer(BertModel, config, 0, bert_layer_local_spec, VOCAB, SEQ_LENGTH))
     options = DistributedDataParallelConfig(num_distributed_optimizer_instances=2)
     said.append(answer(DistributedDataParallel, config, options, torch.nn.Linear(1, 1)))
     said.append(answer(get_megatron_optimizer, OptimizerConfig(optimizer="muon"), []))
@@ -269,6 +272,7 @@ def test_settings_that_no_flag_shows(plan: Path) -> None:
             "TransformerConfig.cross_entropy_loss_fusion = True: the fused loss assumes equal",
         ),
         ("a vocabulary of 112 rows, but the plan is for 56",),
+        ("supports megatron.core's GPTModel, but the model is a BertModel",),
         ("DistributedDataParallelConfig.num_distributed_optimizer_instances = 2: ",),
         ("OptimizerConfig.optimizer = 'muon': ",),
         ("label smoothing assumes equal vocabulary shards",),
