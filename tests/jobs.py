@@ -294,9 +294,9 @@ def reference(model: Model, tp: int) -> Job:
 
 
 CASES = (
-    Case(LLAMA, (2, 1), DISTRIBUTED),
+    Case(LLAMA, (2, 1), (*DISTRIBUTED, *ALL_TIMERS)),
     Case(LLAMA, (4, 3), (*DISTRIBUTED, *OVERLAP, *MANY_GROUPS)),
-    Case(LLAMA, (4, 3, 2), (*DISTRIBUTED, *OVERLAP_GRADS, *ALL_TIMERS)),
+    Case(LLAMA, (4, 3, 2), (*DISTRIBUTED, *OVERLAP_GRADS)),
     Case(GPT2, (2, 1), OVERLAP_GRADS),
     Case(GPT2, (4, 3), ALL_TIMERS),
     Case(QK_NORM, (2, 1), (*DISTRIBUTED, *OVERLAP)),
