@@ -100,7 +100,7 @@ print("done", flush=True)
 """
 
 
-def wait_for[T](what: str, found: Callable[[], T], timeout_s: float = 60.0) -> T:
+def wait_for[T](what: str, found: Callable[[], T], timeout_s: float = 120.0) -> T:
     """What `found` returns as soon as it is true."""
     give_up_at = time.monotonic() + timeout_s
     while not (value := found()):
@@ -134,7 +134,7 @@ class Supervisor:
     def output(self) -> str:
         return self.output_path.read_text()
 
-    def wait(self, timeout_s: float = 60.0) -> int:
+    def wait(self, timeout_s: float = 120.0) -> int:
         """Exit status; kills it and fails if it does not end."""
         try:
             return self.process.wait(timeout_s)
@@ -162,7 +162,7 @@ class Job:
         found = events.read(path) if path.exists() else []
         return [event for event in found if name in (None, event["event"])]
 
-    def wait_for(self, name: str, attempt: int, timeout_s: float = 60.0) -> dict[str, Any]:
+    def wait_for(self, name: str, attempt: int, timeout_s: float = 120.0) -> dict[str, Any]:
         """The event of this name of an attempt."""
 
         def found() -> dict[str, Any] | None:

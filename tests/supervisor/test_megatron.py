@@ -34,6 +34,7 @@ ENVIRON = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_killed_rank_comes_back_at_the_reduced_degree(tmp_path: Path) -> None:
     train = f"-m megatron_ntp run --cpu --loss-log losses.jsonl {SCRIPT} {' '.join(FLAGS.split())}"
     train += " --save ckpt --load ckpt --save-interval 3 --ntp"
@@ -42,10 +43,10 @@ def test_a_killed_rank_comes_back_at_the_reduced_degree(tmp_path: Path) -> None:
     job = Job(tmp_path)
     try:
         tracker = tmp_path / "ckpt" / TRACKER
-        wait_for("the first checkpoint", tracker.exists, 150)
+        wait_for("the first checkpoint", tracker.exists, 250)
         (tmp_path / "faults.txt").write_text("n1 1 XID 79\n")
         os.kill(job.pid(1), signal.SIGKILL)
-        assert supervisor.wait(150) == 0, supervisor.output
+        assert supervisor.wait(250) == 0, supervisor.output
     finally:
         supervisor.kill()
     first, second = job.events("attempt-started")
@@ -57,8 +58,8 @@ def test_a_killed_rank_comes_back_at_the_reduced_degree(tmp_path: Path) -> None:
     assert resumed["step"] > second["checkpoint"]
     parts = [resumed[name] for name in ("start_s", "load_s", "first_step_s")]
     assert all(part > 0 for part in parts)
-    overhead = resumed["restart_s"] - sum(parts)
-    assert 0 < overhead < 3, "stop, health, planning"
+    told = sum(parts) + ended["stop_s"] + second["health_s"] + second["planning_s"]
+    assert told - 0.1 < resumed["restart_s"] < told + 10, "the parts make up the whole"
     plain = run_training([*FLAGS.split()], 4).losses
     plain[2] = 2 * plain[2] - plain[1]  # Megatron's second line is the mean of two steps
     parity = compare(plain, read_losses(tmp_path / "losses.jsonl"), LAST)
