@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -179,22 +179,7 @@ class NodeRun:
         if self._asked is None:
             self._asked = set()
             print(f"{self._host}: time is nearly over, asking ranks to save and end", flush=True)
-        for pid in self._rank_pids() - self._asked:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
-            self._asked.add(pid)
-
-    def _rank_pids(self) -> set[int]:
-        import psutil
-
-        pids = set()
-        for process in self._processes:
-            with contextlib.suppress(psutil.Error):
-                for child in psutil.Process(process.pid).children():
-                    with contextlib.suppress(psutil.Error):
-                        if "RANK" in child.environ():
-                            pids.add(child.pid)
-        return pids
+        ask_ranks_to_save(self._processes, self._asked)
 
     def _stop(self) -> None:
         """End what still runs: torchrun passes SIGTERM on, and SIGKILL after 30 s."""
@@ -217,6 +202,24 @@ class NodeRun:
         ]
         told = tail_with_error(paths)
         print(told or f"{self._host}: the output of its ranks is in {self._logs}", flush=True)
+
+
+def ask_ranks_to_save(agents: Iterable[subprocess.Popen[bytes]], asked: set[int]) -> None:
+    """SIGTERM to the ranks of these agents, and not to the agents, which would end them.
+
+    Args:
+        agents: running or not.
+        asked: process ids of the ranks that have had it; each gets it once.
+    """
+    import psutil
+
+    for agent in agents:
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(agent.pid).children():
+                with contextlib.suppress(psutil.Error):
+                    if child.pid not in asked and "RANK" in child.environ():
+                        child.terminate()
+                        asked.add(child.pid)
 
 
 def tail_with_error(paths: Sequence[Path]) -> str | None:

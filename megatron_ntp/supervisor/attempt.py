@@ -15,13 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from megatron_ntp import beats
 from megatron_ntp.launchers.check import this_host
 from megatron_ntp.launchers.nodes import Agent, Placement
 from megatron_ntp.launchers.rank import log_name
-from megatron_ntp.launchers.start import tail_with_error
+from megatron_ntp.launchers.start import ask_ranks_to_save, tail_with_error
 from megatron_ntp.supervisor import processes
 from megatron_ntp.supervisor.agent import NOT_FOR_AGENTS, STOP_SIGNAL
 from megatron_ntp.supervisor.stall import Sign, StepTimes
@@ -208,13 +206,7 @@ class NodeAttempt:
         if time.monotonic() < self._ask_again_at:
             return
         self._ask_again_at = time.monotonic() + _ASK_AGAIN_S
-        for process in self._running.values():
-            with contextlib.suppress(psutil.Error):
-                for child in psutil.Process(process.pid).children():
-                    with contextlib.suppress(psutil.Error):
-                        if child.pid not in self._asked and "RANK" in child.environ():
-                            child.terminate()
-                            self._asked.add(child.pid)
+        ask_ranks_to_save(self._running.values(), self._asked)
 
     def end(self) -> set[int]:
         """Ends every process of the attempt; returns those that would not go."""
