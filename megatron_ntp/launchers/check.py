@@ -138,17 +138,14 @@ def read_faults(path: Path | None, host: str) -> Iterator[tuple[str, str]]:
     """
     if path is None or not path.exists():
         return
-    for number, line in enumerate(_text(path).splitlines(), 1):
+    text = path.read_text(encoding="utf-8", errors="replace")
+    for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].strip().split(maxsplit=2)
         if not words or not _is_same_host(words[0], host):
             continue
         if len(words) < 2:
             raise CheckError(f"{path}, line {number}: {line!r} is not HOST DEVICE [reason]")
         yield words[1], words[2] if len(words) > 2 else f"in {path.name}"
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def _is_same_host(one: str, other: str) -> bool:
