@@ -13,7 +13,7 @@ from typing import Any
 from megatron_ntp.doctor.findings import Finding, fail, note, ok, warn
 from megatron_ntp.errors import PlanError
 from megatron_ntp.integration.refusals import refuse_unsupported
-from megatron_ntp.plan.model import ModelDims
+from megatron_ntp.plan.model import ModelDims, num_mlp_matrices
 from megatron_ntp.plan.plan import Plan
 from megatron_ntp.plan.topology import Topology, format_degrees, parse_degrees, parse_failed
 from megatron_ntp.settings import NTPSettings, add_arguments
@@ -139,8 +139,7 @@ def model_dims(given: GivenWords) -> ModelDims | None:
     nominal_tp: int = given.tensor_model_parallel_size or 1
     divisor = (given.make_vocab_size_divisible_by or 128) * nominal_tp
     vocab: int = given.padded_vocab_size or given.vocab_size or divisor
-    gated = bool(given.swiglu)
-    ffn = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
+    ffn = int(4 * hidden * 2 / 3 / 64) * 64 if given.swiglu else 4 * hidden
     return ModelDims(
         num_attention_heads=heads,
         num_query_groups=(given.num_query_groups if given.group_query_attention else None) or heads,
@@ -149,5 +148,5 @@ def model_dims(given: GivenWords) -> ModelDims | None:
         ffn_hidden_size=given.ffn_hidden_size or ffn,
         padded_vocab_size=-(-vocab // divisor) * divisor,
         num_layers=given.num_layers or 1,
-        mlp_matrices=3 if gated else 2,
+        mlp_matrices=num_mlp_matrices(given),
     )

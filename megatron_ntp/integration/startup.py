@@ -24,7 +24,7 @@ from megatron_ntp.integration.loading import decide
 from megatron_ntp.integration.meeting import meet
 from megatron_ntp.integration.saving import print_warnings
 from megatron_ntp.plan.batch import BatchPolicy
-from megatron_ntp.plan.model import ModelDims
+from megatron_ntp.plan.model import ModelDims, num_mlp_matrices
 from megatron_ntp.plan.plan import Plan
 
 
@@ -39,7 +39,7 @@ def model_dims(args: argparse.Namespace) -> ModelDims:
         ffn_hidden_size=args.ffn_hidden_size,
         padded_vocab_size=args.padded_vocab_size,
         num_layers=args.num_layers,
-        mlp_matrices=3 if args.swiglu or args.quick_geglu else 2,
+        mlp_matrices=num_mlp_matrices(args),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass, fields
 from typing import Self
 
@@ -10,6 +11,11 @@ from megatron_ntp.plan._checks import require_int
 
 FAMILIES = ("kv_group", "ffn", "vocab")
 """KV groups with their query heads, FFN columns (pairs, if gated), vocabulary rows."""
+
+
+def num_mlp_matrices(args: argparse.Namespace) -> int:
+    """`ModelDims.mlp_matrices` of the model that Megatron's arguments describe."""
+    return 3 if args.swiglu or args.quick_geglu else 2
 
 
 @dataclass(frozen=True)

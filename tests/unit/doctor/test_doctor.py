@@ -250,3 +250,16 @@ def test_flags_from_a_settings_file(tmp_path: Path) -> None:
     path.write_text("ntp-degree: 8,8,7\n")
     assert "Did you mean ntp-degrees" in text(flags(f"{GPT} --ntp --ntp-config {path}"))
     assert settings.config_path(["--ntp-config", "x"]) == "x"
+
+
+@pytest.mark.parametrize(
+    ("flags", "ffn_hidden_size", "mlp_matrices"),
+    [([], 256, 2), (["--swiglu"], 128, 3), (["--quick-geglu"], 256, 3)],
+)
+def test_the_mlp_that_flags_describe(
+    flags: list[str], ffn_hidden_size: int, mlp_matrices: int
+) -> None:
+    words = ["--hidden-size", "64", "--num-attention-heads", "4", *flags]
+    dims = job.model_dims(job.GivenWords(words))
+    assert dims is not None
+    assert (dims.ffn_hidden_size, dims.mlp_matrices) == (ffn_hidden_size, mlp_matrices)
