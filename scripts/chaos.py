@@ -37,7 +37,7 @@ from chaos_kit.faults import draw  # noqa: E402
 from chaos_kit.job import Reference  # noqa: E402
 from chaos_kit.rounds import Round  # noqa: E402
 
-from megatron_ntp.plan.serial import write_atomically  # noqa: E402
+from megatron_ntp.atomic import write_atomically  # noqa: E402
 from megatron_ntp.rehearsal.processes import ENVIRONMENT  # noqa: E402
 
 MOST_RATIO = 1.15

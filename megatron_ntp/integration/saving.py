@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_ntp.atomic import write_atomically
 from megatron_ntp.checkpoint.choose import choose
 from megatron_ntp.checkpoint.examine import HASHES
 from megatron_ntp.checkpoint.folder import MARKER, RELEASE, TRACKER, list_folder, read_tracker
@@ -105,9 +106,7 @@ def _rewrite_tracker(folder: Path, ntp: NTPContext) -> None:
         and not loaded.is_release
         and Path(loaded.folder).resolve() == folder.resolve()
     ):
-        part = folder / f".{TRACKER}.part"
-        part.write_text(str(loaded.iteration))
-        part.replace(folder / TRACKER)
+        write_atomically(folder / TRACKER, str(loaded.iteration))
     else:
         (folder / TRACKER).unlink()
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from megatron_ntp.atomic import write_atomically
 from megatron_ntp.integration.context import NTPContext
 from megatron_ntp.integration.ddp import NTPDistributedDataParallel
 from megatron_ntp.integration.reshard import minimum_nbytes
@@ -59,10 +59,8 @@ def write(ntp: NTPContext, chunks: list[NTPDistributedDataParallel], optimizer: 
         return
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    target = path / f"rank-{ntp.global_rank:05d}.json"
-    temporary = target.with_suffix(".tmp")
-    temporary.write_text(json.dumps(rank_statistics(ntp, chunks, optimizer), indent=1) + "\n")
-    os.replace(temporary, target)
+    statistics = json.dumps(rank_statistics(ntp, chunks, optimizer), indent=1) + "\n"
+    write_atomically(path / f"rank-{ntp.global_rank:05d}.json", statistics)
 
 
 def _nbytes(tensor: Any) -> int:

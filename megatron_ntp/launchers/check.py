@@ -14,13 +14,13 @@ A device is an index or a UUID as visible here; the beginning of a UUID is enoug
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ntp.atomic import write_atomically
 from megatron_ntp.device.spawn import run_bounded
 from megatron_ntp.launchers.nodes import Node, Slot, silent_node
 
@@ -176,9 +176,7 @@ def write_report(node: Node, folder: Path) -> Path:
     """Leaves the report where `place` looks for it: whole, or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{node.host}.json"
-    part = folder / f".{node.host}.{os.getpid()}"
-    part.write_text(node.to_json(), encoding="utf-8")
-    part.replace(path)
+    write_atomically(path, node.to_json())
     return path
 
 

@@ -129,7 +129,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan such that `path` holds the old file or the new one, never half of it."""
-        serial.write_atomically(path, self.to_json())
+        serial.write_plan_file(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

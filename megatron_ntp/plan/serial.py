@@ -15,6 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from megatron_ntp.atomic import write_atomically
 from megatron_ntp.errors import (
     PlanError,
     PlanFileError,
@@ -99,21 +100,14 @@ def flat_entries(plan: Plan) -> tuple[tuple[str, str], ...]:
     )
 
 
-def write_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file next to `path` and rename it onto `path`."""
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+def write_plan_file(path: str | os.PathLike[str], text: str) -> None:
+    """Write the text of a plan file, or PlanFileError with what the system said."""
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
+        write_atomically(path, text)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise PlanFileError(
-            f"{target}: cannot write the plan: {error.strerror}. Check that the folder exists and "
-            "that this user may write to it; an older plan at this path is unchanged"
+            f"{os.fspath(path)}: cannot write the plan: {error.strerror}. Check that the folder "
+            "exists and that this user may write to it; an older plan at this path is unchanged"
         ) from error
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from megatron_ntp.atomic import write_atomically
 from megatron_ntp.launchers.parent import die_with_parent
 from megatron_ntp.launchers.rank import AGENT_PID_ENV
 
@@ -92,9 +93,7 @@ def _write(report: Path, context: Any, failures: list[Any]) -> None:
         }
         for failure in failures
     ]
-    part = report.with_suffix(".part")
-    part.write_text(json.dumps(found), encoding="utf-8")
-    part.replace(report)
+    write_atomically(report, json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ntp.errors import PlanError, PlanFileError
-from megatron_ntp.plan.serial import write_atomically
+from megatron_ntp.atomic import write_atomically
+from megatron_ntp.errors import PlanError
 from megatron_ntp.supervisor.guards import Ledger
 
 STATE_VERSION = 1
@@ -214,12 +214,10 @@ def _told_if_unusable(folder: Path) -> Iterator[None]:
     """Raises RunStateError where this folder cannot be written."""
     try:
         yield
-    except (OSError, PlanFileError) as error:
-        cause = error if isinstance(error, OSError) else error.__cause__
-        why = getattr(cause, "strerror", None) or error
+    except OSError as error:
         raise RunStateError(
-            f"the job's folder {folder} cannot be used: {why}. Give a folder that all nodes share "
-            "and this user may write to, with --run-dir"
+            f"the job's folder {folder} cannot be used: {error.strerror or error}. Give a folder "
+            "that all nodes share and this user may write to, with --run-dir"
         ) from error
 
 

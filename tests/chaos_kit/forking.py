@@ -90,9 +90,9 @@ def _run_module(python: str, args: Sequence[str]) -> int:
 
 
 def _train(words: Sequence[str]) -> int:
+    from megatron_ntp.atomic import write_atomically
     from megatron_ntp.cli import main
     from megatron_ntp.integration import preload
-    from megatron_ntp.plan.serial import write_atomically
 
     folder = Path(PIDS)
     folder.mkdir(exist_ok=True)

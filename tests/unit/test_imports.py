@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megatron_ntp"
 # command line and what it starts) are on top. The package itself may be imported by all, for its
 # version, and may reach for anything inside its functions.
 LEVELS = {
+    "atomic": 0,
     "environment": 0,
     "errors": 0,
     "beats": 1,
@@ -32,6 +33,7 @@ TOP = 5
 MAY_IMPORT_MEGATRON = {"integration", "cpu_runtime"}
 NEVER_IMPORT_TORCH = {
     "__init__",
+    "atomic",
     "beats",
     "checkpoint",
     "cli",
