@@ -21,12 +21,12 @@ import importlib.util
 import inspect
 import os
 import pickle
-import select
 import signal
 import struct
 import sys
 import time
 import traceback
+from multiprocessing.connection import wait
 from types import ModuleType
 from typing import Any, BinaryIO, NoReturn
 
@@ -160,8 +160,7 @@ def _start_store() -> tuple[int, int]:
         os.close(reader)
         _store_main(writer)
     os.close(writer)
-    ready, _, _ = select.select([reader], [], [], STORE_WAIT_S)
-    port = os.read(reader, 16) if ready else b""
+    port = os.read(reader, 16) if wait([reader], STORE_WAIT_S) else b""
     os.close(reader)
     if not port:
         os.kill(store_pid, signal.SIGKILL)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import weakref
 from pathlib import Path
 from types import TracebackType
 
@@ -23,7 +24,7 @@ def _refuse(what: str) -> DeviceError:
 
 
 class Folder:
-    """An open folder. Names are plain file names in it."""
+    """An open folder. Names are plain file names in it. It closes when nobody uses it any more."""
 
     def __init__(self, path: Path, private: bool, create: bool = True) -> None:
         self.path, self.private = path, private
@@ -35,13 +36,14 @@ class Folder:
             raise _refuse(
                 f"folder {path} cannot be made or opened without following links: {error}"
             ) from error
+        self._close = weakref.finalize(self, os.close, self.fd)
         if private:
             self._check_private()
 
     def _check_private(self) -> None:
         found = os.fstat(self.fd)
         if found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            os.close(self.fd)
+            self.close()
             raise _refuse(
                 f"folder {self.path} belongs to uid {found.st_uid} with mode "
                 f"{stat.filemode(found.st_mode)}; it must belong to uid {os.geteuid()} and be "
@@ -49,7 +51,7 @@ class Folder:
             )
 
     def close(self) -> None:
-        os.close(self.fd)
+        self._close()  # once: a second call does nothing
 
     def __enter__(self) -> Folder:
         return self

@@ -16,13 +16,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
@@ -97,8 +97,7 @@ def _start_store() -> tuple[int, int]:
         os.close(reader)
         _keep_store(writer, parent_pid)
     os.close(writer)
-    ready, _, _ = select.select([reader], [], [], STORE_WAIT_S)
-    port = os.read(reader, 16) if ready else b""
+    port = os.read(reader, 16) if wait([reader], STORE_WAIT_S) else b""
     os.close(reader)
     if not port:
         _end_group(pid)

@@ -272,6 +272,21 @@ def test_folder_must_be_private(tmp_path: Path) -> None:
             Folder(foreign, private=True)
 
 
+def test_a_folder_nobody_uses_any_more_is_closed(tmp_path: Path) -> None:
+    num_open = len(os.listdir("/proc/self/fd"))
+    folder = Folder(tmp_path, private=True)
+    with folder:
+        assert len(os.listdir("/proc/self/fd")) == num_open + 1
+    folder.close()  # again, which must not close what has the number now
+    Folder(tmp_path / "dropped", private=True)
+    loose = tmp_path / "loose"
+    loose.mkdir()
+    loose.chmod(0o777)
+    with pytest.raises(DeviceError, match="writable by nobody else"):
+        Folder(loose, private=True)
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
 def test_atomic_write_leaves_no_scratch_files(tmp_path: Path) -> None:
     path = tmp_path / "file"
     for text in ("one", "two"):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -262,6 +264,29 @@ def test_a_killed_rank_is_not_mistaken_for_its_victims(tmp_path: Path) -> None:
             job.poll()
         with pytest.raises(processes.RankFailedError, match=r"rank 2 of 3 .*SIGKILL.*ranks 0, 1"):
             job.check()
+
+
+@pytest.fixture
+def many_open_files() -> Iterator[None]:
+    """The next descriptor is too large for select()."""
+    num_files = 1100
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2 * num_files:
+        pytest.skip(f"no process may open more than {hard} files here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * num_files), hard))
+    with contextlib.ExitStack() as files:
+        for _ in range(num_files):
+            files.enter_context(open(os.devnull))
+        yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("many_open_files")
+def test_a_job_starts_beside_many_open_files(tmp_path: Path) -> None:
+    with processes.Job([], 1, tmp_path, _starter("print('here')")) as job:
+        while job.running:
+            job.check()
+    assert job.statuses == {0: 0}
 
 
 def test_what_a_rank_has_started_ends_with_the_job(tmp_path: Path) -> None:
