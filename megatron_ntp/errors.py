@@ -17,6 +17,10 @@ class StartError(NTPError):
     """A rank cannot start to train: a rank is missing, or its Megatron is not what it must be."""
 
 
+class OtherRankFailedError(NTPError):
+    """This rank learnt that another one has failed, but not why: that one says it."""
+
+
 class CheckpointError(NTPError):
     """A checkpoint cannot be used for this job, or could not be written."""
 

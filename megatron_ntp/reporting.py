@@ -13,13 +13,13 @@ import sys
 import time
 from types import TracebackType
 
-from megatron_ntp.errors import CheckpointError, PlanError, StartError
+from megatron_ntp.errors import CheckpointError, OtherRankFailedError, PlanError, StartError
 
 STATUS = 2
 
 # A launcher kills the job when the first rank ends: leave the rank that speaks time to do so.
 _SILENT_WAIT_S = 0.5
-
+_SPEAKER_WAIT_S = 1.0
 
 # How gloo and NCCL tell that the process at the other end has gone.
 _PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
@@ -51,12 +51,13 @@ def _tell(error: Exception) -> None:
 
 
 def _follows_another(error: BaseException) -> bool:
-    """Whether this rank only lost the connection to one that has ended with a reported error."""
-    if not isinstance(error, RuntimeError) or not any(sign in str(error) for sign in _PEER_GONE):
+    """Whether this rank only learnt that another has failed, which tells what it is about."""
+    lost_peer = isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER_GONE)
+    if not (lost_peer or isinstance(error, OtherRankFailedError)):
         return False
     from megatron_ntp.comm.report import speaker
 
-    told_by = speaker()
+    told_by = speaker(_SPEAKER_WAIT_S)
     if told_by is None:
         return False
     rank = os.environ.get("RANK")

@@ -31,13 +31,14 @@ def claim(text: str) -> bool:
         return True
 
 
-def speaker() -> int | None:
-    """The global rank that has told this job's error; None where none has, or nobody knows."""
+def speaker(wait_s: float) -> int | None:
+    """The global rank that tells this job's error; None where none does, or nobody knows."""
     store = _agent_store()
     if store is None:
         return None
     try:
-        return int(store.get(_SPEAKER)) if store.check([_SPEAKER]) else None
+        store.wait([_SPEAKER], timedelta(seconds=wait_s))
+        return int(store.get(_SPEAKER))
     except RuntimeError:
         return None
 

@@ -209,6 +209,33 @@ ROWS: tuple[Patch, ...] = (
         ("blocking", "terminate"),
     ),
     _row(
+        "megatron.core.dist_checkpointing.strategies.filesystem_async:"
+        "FileSystemWriterAsync.get_save_function_and_args",
+        "background_save:get_save_function_and_args",
+        "lets a rank hear of everything that fails where it writes a checkpoint",
+        (),
+    ),
+    _row(
+        "megatron.core.dist_checkpointing.strategies.async_utils:"
+        "PersistentAsyncCaller.schedule_async_call",
+        "background_save:schedule_async_call",
+        "waits for no checkpoint writer that has ended",
+        ("async_req",),
+    ),
+    _row(
+        "megatron.core.dist_checkpointing.strategies.async_utils:"
+        "PersistentAsyncCaller.is_current_async_call_done",
+        "background_save:is_current_async_call_done",
+        "takes a checkpoint writer that has ended for one that is done",
+        ("blocking", "no_dist"),
+    ),
+    _row(
+        "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller.close",
+        "background_save:close",
+        "asks no checkpoint writer to end that has ended",
+        ("abort",),
+    ),
+    _row(
         "megatron.training.checkpointing:load_checkpoint",
         "checkpoint:load_checkpoint",
         "loads what was chosen at start-up, and gives extra ranks their parameters",

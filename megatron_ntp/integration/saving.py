@@ -17,12 +17,18 @@ from megatron_ntp.checkpoint.choose import choose
 from megatron_ntp.checkpoint.examine import HASHES
 from megatron_ntp.checkpoint.folder import MARKER, RELEASE, TRACKER, list_folder, read_tracker
 from megatron_ntp.checkpoint.judge import MODEL_ONLY, RESHARDABLE_FLAG
-from megatron_ntp.errors import CheckpointError, NTPError, UnsupportedFlagError
+from megatron_ntp.errors import (
+    CheckpointError,
+    NTPError,
+    OtherRankFailedError,
+    UnsupportedFlagError,
+)
 from megatron_ntp.integration.context import NTPContext
 
 _FULL_BELOW_NBYTES = 1 << 16
 _WRITE_FAILED = ("No space left on device", "Input/output error", "Disk quota exceeded",
                  "Read-only file system", "PytorchStreamWriter", "Stale file handle")  # fmt: skip
+_NO_RESULT = "results_queue should not be empty"  # of Megatron, where a writer left no result
 
 
 def optimizer_cannot_be_resharded(args: argparse.Namespace) -> bool:
@@ -113,10 +119,11 @@ def _rewrite_tracker(folder: Path, ntp: NTPContext) -> None:
 
 @contextmanager
 def guarded(path: Path) -> Iterator[None]:
-    """Around the writing of a checkpoint, on every rank: tells a failing disk as that.
+    """Around the writing of a checkpoint, on every rank: tells a failing disk or writer as that.
 
     Raises:
         CheckpointError: the checkpoint could not be written.
+        OtherRankFailedError: it could not, and another rank knows why.
     """
     try:
         yield
@@ -124,12 +131,14 @@ def guarded(path: Path) -> Iterator[None]:
         raise
     except (Exception, CheckpointException) as error:  # torch derives it from BaseException
         folder = path.parent
-        why = _disk_failure(error, folder)
+        why = _why(error, folder)
+        if isinstance(error, CheckpointException) and not error.failures and why is None:
+            raise OtherRankFailedError(f"{path} could not be saved by another rank") from error
         if why is None:
             raise
         raise CheckpointError(
             f"{path} could not be saved: {why}. It is incomplete and will not be loaded; earlier "
-            f"checkpoints were not touched ({_newest(folder)}). Make room or mend the disk, and "
+            f"checkpoints were not touched ({_newest(folder)}). Put that right, and "
             "start again with the same flags"
         ) from error
 
@@ -139,8 +148,8 @@ def oldest_unfinished(paths: list[Path]) -> Path:
     return next((path for path in paths if not (path / MARKER).is_file()), paths[-1])
 
 
-def _disk_failure(error: BaseException, folder: Path) -> str | None:
-    """What is wrong with the disk, if that is what the error is about.
+def _why(error: BaseException, folder: Path) -> str | None:
+    """What is wrong with the disk or the writer, if that is what the error is about.
 
     Ranks whose own writes went well learn only that another's did not, so they look for
     themselves, and come to the same words.
@@ -155,6 +164,8 @@ def _disk_failure(error: BaseException, folder: Path) -> str | None:
         if isinstance(cause, OSError) and cause.errno not in (None, errno.ENOENT):
             return os.strerror(cause.errno or 0)
         text = "" if isinstance(cause, CheckpointException) else str(cause)
+        if _NO_RESULT in text:
+            return "the process that writes it in the background has ended (killed? out of memory?)"
         if any(sign in text for sign in _WRITE_FAILED):
             return text.strip().splitlines()[-1]
     return None

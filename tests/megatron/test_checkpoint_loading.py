@@ -372,6 +372,59 @@ def test_a_disk_that_fills_in_the_background_is_one_error(
     assert chosen is None or contents(chosen) == []
 
 
+def kill_writer(when: str) -> None:
+    """In a rank: the writer of rank 1 is killed, as for want of memory."""
+    import functools
+    import os
+
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    @functools.wraps(getattr(FileSystemWriterAsync, when))  # it is sent to the writer by its name
+    def die(*args: Any, **kwargs: Any) -> Any:
+        os.kill(os.getpid(), 9)
+
+    fork_workers()
+    if os.environ["RANK"] == "1":
+        setattr(FileSystemWriterAsync, when, staticmethod(die))
+
+
+@pytest.mark.parametrize("when", ["preload_tensors", "write_preloaded_data"])
+def test_a_writer_that_is_killed_is_one_error(
+    saved: Path, tmp_path: Path, core: Path | None, when: str
+) -> None:
+    path = tmp_path / "async"
+    argv = ("--load", saved, "--ckpt-step", "2", "--save", path, *BACKGROUND)
+    found = ours("2,1", *argv, core=core, before=kill_writer, when=when, check=False)
+    error = single_error(found)
+    assert re.search(rf"{path}/iter_\d+ could not be saved: the process that writes it", error)
+    assert choose(list_folder(path)).chosen is None
+
+
+def fail_to_write() -> None:
+    """In a rank: the disk fails in every thread that writes for rank 1."""
+    import os
+
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    fork_workers()
+    if os.environ["RANK"] == "1":
+        filesystem_async._write_item = fail
+
+
+@pytest.mark.parametrize("flags", [(), BACKGROUND], ids=["at once", "in the background"])
+def test_a_disk_that_fails_in_any_thread_is_one_error(
+    saved: Path, tmp_path: Path, core: Path | None, flags: tuple[str, ...]
+) -> None:
+    path = tmp_path / "failing"
+    argv = ("--load", saved, "--ckpt-step", "2", "--save", path, *flags)
+    found = ours("2,1", *argv, core=core, before=fail_to_write, check=False)
+    error = single_error(found)
+    assert re.search(rf"{path}/iter_\d+ could not be saved: .*Input/output error", error), error
+
+
 def test_an_asynchronous_save_is_whole_and_can_be_loaded(
     saved: Path, tmp_path: Path, core: Path | None
 ) -> None:
