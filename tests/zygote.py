@@ -35,19 +35,6 @@ STORE_WAIT_S = 20.0
 STACKS_WAIT_S = 0.5
 _PR_SET_PDEATHSIG = 1
 
-# What a training run imports late; imported here once instead of in each rank.
-PRELOADED = (
-    "megatron.training.training",
-    "megatron.training.checkpointing",
-    "megatron.core.datasets.blended_megatron_dataset_builder",
-    "megatron.core.datasets.gpt_dataset",
-    "megatron.core.dist_checkpointing.strategies.torch",
-    "megatron.core.dist_checkpointing.strategies.fully_parallel",
-    "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron.core.tokenizers.utils.build_tokenizer",
-    "torch.distributed.checkpoint",
-)
-
 
 # --- messages -----------------------------------------------------------------------------------
 
@@ -243,11 +230,13 @@ def main() -> None:
     # Megatron's parser reads the source of every configuration class, twice in each rank.
     inspect.getsource = functools.cache(inspect.getsource)
     from megatron_ntp import cpu_runtime
+    from megatron_ntp.integration import preload
     from megatron_ntp.integration.catalog import ROWS
 
     cpu_runtime.install()
-    for name in PRELOADED + tuple(row.replacement.partition(":")[0] for row in ROWS):
-        importlib.import_module(name)
+    preload.import_all()
+    for row in ROWS:
+        importlib.import_module(row.replacement.partition(":")[0])
     cpu_runtime.cpu_arguments()  # builds the parser, so fills that cache
     _check_can_fork()
     write_message(replies, {"ready": True})
