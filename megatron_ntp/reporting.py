@@ -19,7 +19,9 @@ STATUS = 2
 
 # A launcher kills the job when the first rank ends: leave the rank that speaks time to do so.
 _SILENT_WAIT_S = 0.5
-_SPEAKER_WAIT_S = 1.0
+# One that failed may yet have to look what is left of a checkpoint folder before it speaks.
+_SPEAKER_WAIT_S = 60.0
+_LOST_PEER_WAIT_S = 1.0
 
 # How gloo and NCCL tell that the process at the other end has gone.
 _PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
@@ -52,16 +54,20 @@ def _tell(error: Exception) -> None:
 
 def _follows_another(error: BaseException) -> bool:
     """Whether this rank only learnt that another has failed, which tells what it is about."""
-    lost_peer = isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER_GONE)
-    if not (lost_peer or isinstance(error, OtherRankFailedError)):
-        return False
     from megatron_ntp.comm.report import speaker
 
-    told_by = speaker(_SPEAKER_WAIT_S)
-    if told_by is None:
+    if isinstance(error, OtherRankFailedError):
+        told_by = speaker(_SPEAKER_WAIT_S)
+    elif isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER_GONE):
+        told_by = speaker(_LOST_PEER_WAIT_S)
+        if told_by is None:
+            return False
+    else:
         return False
+    why = f": {error}" if told_by is None else f", since rank {told_by} has"
     rank = os.environ.get("RANK")
-    print(f"megatron-ntp: rank {rank} stops, since rank {told_by} has", file=sys.stderr, flush=True)
+    sys.stderr.write(f"megatron-ntp: rank {rank} stops{why}\n")  # in one piece, beside other ranks
+    sys.stderr.flush()
     return True
 
 

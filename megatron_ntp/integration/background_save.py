@@ -15,7 +15,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -64,8 +64,12 @@ def _noting_failures() -> Iterator[list[Exception]]:
     failures: list[Exception] = []
     original = FileSystemWriterAsync.__dict__["write_preloaded_data"]
 
+    @wraps(original.__func__)
     def write(*args: Any, results_queue: Any, count_queue: Any, **kwargs: Any) -> Any:
-        result = original.__func__(*args, results_queue=None, count_queue=None, **kwargs)
+        try:
+            result = original.__func__(*args, results_queue=None, count_queue=None, **kwargs)
+        except Exception as error:
+            result = kwargs["local_proc_idx"], error
         if isinstance(result[1], Exception):
             failures.append(result[1])  # before the thread that waits for this one goes on
         if results_queue is not None:
@@ -89,20 +93,20 @@ def _portable(error: Exception) -> Exception:
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-class _Staging:
-    """The queue of saves to be staged. Its `join` also ends when the writer has ended."""
+class _ToWriter:
+    """A queue to the writer whose `join` also ends when the writer has ended."""
 
-    def __init__(self, to_stage: Any, writer: Any) -> None:
-        self._to_stage, self._writer = to_stage, writer
+    def __init__(self, items: Any, writer: Any) -> None:
+        self._items, self._writer = items, writer
 
-    def put(self, number: int) -> None:
-        self._to_stage.put(number)
+    def put(self, item: Any) -> None:
+        self._items.put(item)
 
     def join(self) -> None:
-        staged = threading.Thread(target=self._to_stage.join, daemon=True)
-        staged.start()
-        while staged.is_alive() and self._writer.is_alive():
-            staged.join(LOOK_AGAIN_S)
+        taken = threading.Thread(target=self._items.join, daemon=True)
+        taken.start()
+        while taken.is_alive() and self._writer.is_alive():
+            taken.join(LOOK_AGAIN_S)
 
 
 def schedule_async_call(original: Callable[..., None], self: Any, async_req: Any) -> None:
@@ -111,7 +115,9 @@ def schedule_async_call(original: Callable[..., None], self: Any, async_req: Any
         return original(self, async_req)
     if self.process is None:
         self.process = self._get_process(torch.distributed.get_rank())
-    self._persistent_preload_q = _Staging(self._persistent_preload_q, self.process)
+    for items in (self._persistent_queue, self._persistent_preload_q):
+        items.cancel_join_thread()  # what no writer reads any more must not hold up the exit
+    self._persistent_preload_q = _ToWriter(self._persistent_preload_q, self.process)
     try:
         return original(self, async_req)
     finally:
@@ -138,12 +144,11 @@ def is_current_async_call_done(
 
 
 def close(original: Callable[..., None], self: Any, abort: bool = False) -> None:
-    """Wraps `PersistentAsyncCaller.close`, which asks the writer to end and waits until it has.
-
-    One that has ended gives no answer, and what is still meant for it must not hold up the exit.
-    """
-    if self.process is not None and not self.process.is_alive():
-        abort = True
-        for unread in (self._persistent_queue, self._persistent_preload_q):
-            unread.cancel_join_thread()
-    return original(self, abort)
+    """Wraps `PersistentAsyncCaller.close`, which asks the writer to end and waits for its word."""
+    if self.process is None:
+        return original(self, abort)
+    self._persistent_queue = _ToWriter(self._persistent_queue, self.process)
+    try:
+        return original(self, abort)
+    finally:
+        del self._persistent_queue

@@ -28,6 +28,7 @@ from megatron_ntp.integration.context import NTPContext
 _FULL_BELOW_NBYTES = 1 << 16
 _WRITE_FAILED = ("No space left on device", "Input/output error", "Disk quota exceeded",
                  "Read-only file system", "PytorchStreamWriter", "Stale file handle")  # fmt: skip
+_WRITER_FAILED = "Worker failure: "  # of Megatron, before the words of what failed
 _NO_RESULT = "results_queue should not be empty"  # of Megatron, where a writer left no result
 
 
@@ -145,7 +146,8 @@ def guarded(path: Path) -> Iterator[None]:
 
 def oldest_unfinished(paths: list[Path]) -> Path:
     """The first of a run's checkpoints, in the order of its saves, that is not whole."""
-    return next((path for path in paths if not (path / MARKER).is_file()), paths[-1])
+    unfinished = (path for path in paths if path.is_dir() and not (path / MARKER).is_file())
+    return next(unfinished, paths[-1])  # one that is not there any more was whole, and is retired
 
 
 def _why(error: BaseException, folder: Path) -> str | None:
@@ -164,6 +166,8 @@ def _why(error: BaseException, folder: Path) -> str | None:
         if isinstance(cause, OSError) and cause.errno not in (None, errno.ENOENT):
             return os.strerror(cause.errno or 0)
         text = "" if isinstance(cause, CheckpointException) else str(cause)
+        if text.startswith(_WRITER_FAILED):
+            return text.removeprefix(_WRITER_FAILED).strip()
         if _NO_RESULT in text:
             return "the process that writes it in the background has ended (killed? out of memory?)"
         if any(sign in text for sign in _WRITE_FAILED):

@@ -1,20 +1,27 @@
-"""The process that writes a checkpoint, started as on GPUs: a new Python, with nothing patched."""
+"""What becomes of a save in the background, where no ranks are needed to see it.
+
+The process that writes is started as on GPUs: a new Python, in which nothing is patched.
+"""
 
 from __future__ import annotations
 
 import errno
 import io
 import multiprocessing
+import queue
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
+from megatron_ntp.checkpoint.folder import MARKER
 from megatron_ntp.integration.background_save import write_and_tell
+from megatron_ntp.integration.saving import oldest_unfinished
 
 FULL = Path("/dev/full")
 
@@ -47,3 +54,22 @@ def test_a_failure_in_any_thread_is_told(tmp_path: Path) -> None:
     for failure in failures:
         assert isinstance(failure, OSError)
         assert failure.errno == errno.ENOSPC
+
+
+def test_a_thread_that_ends_early_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", staticmethod(fail))
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    write_saves([[tmp_path / "a", tmp_path / "b"]], results)
+    assert results.get_nowait().errno == errno.EMFILE
+
+
+def test_a_retired_checkpoint_is_not_taken_for_an_unfinished_one(tmp_path: Path) -> None:
+    retired, whole, torn = (tmp_path / f"iter_{number:07d}" for number in (2, 4, 6))
+    whole.mkdir()
+    (whole / MARKER).touch()
+    torn.mkdir()
+    assert oldest_unfinished([retired, whole, torn]) == torn
+    assert oldest_unfinished([retired, whole]) == whole

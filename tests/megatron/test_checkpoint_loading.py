@@ -347,6 +347,9 @@ def fall_behind(disk: str) -> None:
 BACKGROUND = ("--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-worker")
 
 
+THREADS = ("--ckpt-assume-constant-structure", "--dist-ckpt-workers", "3")
+
+
 @pytest.mark.parametrize(
     ("before", "failed", "kept"),
     [(finish_each_save, "iter_0000006", "iter_0000004"), (fall_behind, "iter_0000004", None)],
@@ -400,29 +403,114 @@ def test_a_writer_that_is_killed_is_one_error(
     assert choose(list_folder(path)).chosen is None
 
 
-def fail_to_write() -> None:
-    """In a rank: the disk fails in every thread that writes for rank 1."""
+def kill_idle_writer(at: str) -> None:
+    """In a rank: its writer is killed where it waits for the next save, or to be told to end.
+
+    And the rank ends as a process of its own would, after all that waits for an exit.
+    """
+    import multiprocessing.queues
+    import multiprocessing.util
     import os
+    import time
+
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    def schedule(self: Any, async_req: Any) -> None:
+        if async_req.call_idx > 0:  # the save of iteration 6
+            self._persistent_queue.join()
+            time.sleep(0.5)  # until its word is in the pipe
+            self.process.kill()
+            self.process.join()
+            self._persistent_queue.put("x" * 1_000_000)  # as large as requests of real models
+        real_schedule(self, async_req)
+
+    def get(self: Any, *args: Any, **kwargs: Any) -> Any:
+        item = real_get(self, *args, **kwargs)
+        if isinstance(item, str) and item == "DONE":
+            os.kill(os.getpid(), 9)
+        return item
+
+    def end(status: int) -> None:
+        if os.getpid() == rank_pid:
+            multiprocessing.util._exit_function()
+        real_end(status)
+
+    fork_workers()
+    rank_pid, real_end = os.getpid(), os._exit
+    os._exit = end  # type: ignore[assignment]
+    if at == "between saves":
+        real_schedule = PersistentAsyncCaller.schedule_async_call
+        PersistentAsyncCaller.schedule_async_call = schedule
+    else:
+        real_get = multiprocessing.queues.JoinableQueue.get
+        multiprocessing.queues.JoinableQueue.get = get  # type: ignore[method-assign]
+
+
+def test_a_writer_that_is_killed_between_saves_is_one_error(
+    saved: Path, tmp_path: Path, core: Path | None
+) -> None:
+    path = tmp_path / "async"
+    argv = ("--load", saved, "--ckpt-step", "2", "--save", path, *BACKGROUND)
+    found = ours("2,1", *argv, core=core, before=kill_idle_writer, at="between saves", check=False)
+    error = single_error(found)
+    assert None not in found.statuses
+    assert f"{path}/iter_0000006 could not be saved: the process that writes it" in error
+    assert "the newest whole one is iter_0000004" in error
+
+
+def test_a_writer_that_is_killed_at_the_end_holds_nothing_up(
+    saved: Path, tmp_path: Path, core: Path | None
+) -> None:
+    path = tmp_path / "async"
+    argv = ("--load", saved, "--ckpt-step", "2", "--save", path, *BACKGROUND)
+    ours("2,1", *argv, "--exit-interval", "5", core=core, before=kill_idle_writer, at="the end")
+    choice = choose(list_folder(path))
+    assert choice.skipped == ()
+    assert choice.chosen is not None and contents(choice.chosen) == []
+
+
+def fail_to_write(error: str) -> None:
+    """In a rank: every thread that writes for rank 1 fails, and rank 0 is slow to say so."""
+    import os
+    import time
 
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    from megatron_ntp.integration import saving
+
     def fail(*args: Any, **kwargs: Any) -> Any:
-        raise OSError(5, "Input/output error")
+        raise OSError(5, "Input/output error") if error == "disk" else MemoryError("no room")
+
+    def look_slowly(folder: Path) -> str:
+        time.sleep(3)
+        return look(folder)
 
     fork_workers()
+    if os.environ["RANK"] == "0":
+        look, saving._newest = saving._newest, look_slowly
     if os.environ["RANK"] == "1":
         filesystem_async._write_item = fail
 
 
-@pytest.mark.parametrize("flags", [(), BACKGROUND], ids=["at once", "in the background"])
-def test_a_disk_that_fails_in_any_thread_is_one_error(
-    saved: Path, tmp_path: Path, core: Path | None, flags: tuple[str, ...]
+@pytest.mark.parametrize(
+    ("error", "told", "flags"),
+    [
+        ("disk", "Input/output error", ()),
+        ("disk", "Input/output error", BACKGROUND),
+        ("memory", "MemoryError: no room", (*BACKGROUND, *THREADS)),
+    ],
+    ids=["at once", "in the background", "in threads"],
+)
+def test_what_fails_while_writing_is_one_error(
+    saved: Path, tmp_path: Path, core: Path | None, error: str, told: str, flags: tuple[str, ...]
 ) -> None:
     path = tmp_path / "failing"
     argv = ("--load", saved, "--ckpt-step", "2", "--save", path, *flags)
-    found = ours("2,1", *argv, core=core, before=fail_to_write, check=False)
-    error = single_error(found)
-    assert re.search(rf"{path}/iter_\d+ could not be saved: .*Input/output error", error), error
+    found = ours(
+        "2,1", *argv, core=core, before=fail_to_write, error=error, grace_s=10.0, check=False
+    )
+    said = single_error(found)
+    assert re.search(rf"{path}/iter_\d+ could not be saved: .*{told}", said), said
 
 
 def test_an_asynchronous_save_is_whole_and_can_be_loaded(
