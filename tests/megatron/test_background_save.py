@@ -19,9 +19,7 @@ from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from megatron_ntp.checkpoint.folder import MARKER
 from megatron_ntp.integration.background_save import write_and_tell
-from megatron_ntp.integration.saving import oldest_unfinished
 
 FULL = Path("/dev/full")
 
@@ -64,12 +62,3 @@ def test_a_thread_that_ends_early_is_told(monkeypatch: pytest.MonkeyPatch, tmp_p
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
     write_saves([[tmp_path / "a", tmp_path / "b"]], results)
     assert results.get_nowait().errno == errno.EMFILE
-
-
-def test_a_retired_checkpoint_is_not_taken_for_an_unfinished_one(tmp_path: Path) -> None:
-    retired, whole, torn = (tmp_path / f"iter_{number:07d}" for number in (2, 4, 6))
-    whole.mkdir()
-    (whole / MARKER).touch()
-    torn.mkdir()
-    assert oldest_unfinished([retired, whole, torn]) == torn
-    assert oldest_unfinished([retired, whole]) == whole

@@ -101,8 +101,12 @@ def test_a_tracker_that_megatron_would_die_of_is_mended(
 
 
 def test_of_saves_in_the_background_the_oldest_fails_first(tmp_path: Path) -> None:
-    saves = [Maker(tmp_path).save(2), tmp_path / "iter_0000004", tmp_path / "iter_0000006"]
-    assert saving.oldest_unfinished(saves) == saves[1]
+    retired, torn, later = (tmp_path / f"iter_{iteration:07d}" for iteration in (1, 4, 6))
+    whole = Maker(tmp_path).save(2)
+    torn.mkdir()
+    later.mkdir()
+    assert saving.oldest_unfinished([retired, whole, torn, later]) == torn
+    assert saving.oldest_unfinished([retired, whole]) == whole
 
 
 def wrapped(error: Exception) -> Exception:
