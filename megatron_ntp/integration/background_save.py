@@ -28,7 +28,7 @@ _ENDED = -1  # in place of the number of the save that the writer would have cal
 
 
 def get_save_function_and_args(original: Callable[..., Any], self: Any) -> tuple[Any, Any, Any]:
-    """Wraps `FileSystemWriterAsync.get_save_function_and_args`.
+    """Wraps `FileSystemWriterAsync.get_save_function_and_args`. Saves at once write so, too.
 
     Returns:
         What writes this rank's part, what stages it, and the arguments of what writes.

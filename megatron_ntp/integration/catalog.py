@@ -232,7 +232,7 @@ ROWS: tuple[Patch, ...] = (
     _row(
         "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller.close",
         "background_save:close",
-        "asks no checkpoint writer to end that has ended",
+        "waits for no word of a checkpoint writer that has ended",
         ("abort",),
     ),
     _row(

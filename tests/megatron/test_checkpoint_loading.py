@@ -282,11 +282,16 @@ def small_disk(tmp_path: Path, saved: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
+def save_anew(saved: Path, path: Path, *flags: object, **options: Any) -> Training:
+    """A job with an extra rank that goes on from iteration 2 and saves to another folder."""
+    return ours("2,1", "--load", saved, "--ckpt-step", "2", "--save", path, *flags, **options)
+
+
 def test_a_full_disk_is_one_error_and_costs_no_earlier_checkpoint(
     small_disk: Path, saved: Path, core: Path | None
 ) -> None:
     path = small_disk / "ckpt"
-    first = ours("2,1", "--load", saved, "--save", path, "--ckpt-step", "2", core=core, check=False)
+    first = save_anew(saved, path, core=core, check=False)
     error = single_error(first)
     assert f"{path / 'iter_0000006'} could not be saved: no space is left on the disk" in error
     assert "the newest whole one is iter_0000004" in error
@@ -345,8 +350,6 @@ def fall_behind(disk: str) -> None:
 
 
 BACKGROUND = ("--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-worker")
-
-
 THREADS = ("--ckpt-assume-constant-structure", "--dist-ckpt-workers", "3")
 
 
@@ -364,8 +367,9 @@ def test_a_disk_that_fills_in_the_background_is_one_error(
 ) -> None:
     """With two saves open at once, the later one may take the room that the earlier one needs."""
     path = small_disk / "ckpt"
-    argv = ("--load", saved, "--ckpt-step", "2", "--save", path, *BACKGROUND)
-    found = ours("2,1", *argv, core=core, before=before, disk=str(small_disk), check=False)
+    found = save_anew(
+        saved, path, *BACKGROUND, core=core, before=before, disk=str(small_disk), check=False
+    )
     error = single_error(found)
     assert f"{path / failed} could not be saved: no space is left on the disk" in error
     told = f"the newest whole one is {kept}" if kept else "there is no whole one yet"
@@ -396,8 +400,9 @@ def test_a_writer_that_is_killed_is_one_error(
     saved: Path, tmp_path: Path, core: Path | None, when: str
 ) -> None:
     path = tmp_path / "async"
-    argv = ("--load", saved, "--ckpt-step", "2", "--save", path, *BACKGROUND)
-    found = ours("2,1", *argv, core=core, before=kill_writer, when=when, check=False)
+    found = save_anew(
+        saved, path, *BACKGROUND, core=core, before=kill_writer, when=when, check=False
+    )
     error = single_error(found)
     assert re.search(rf"{path}/iter_\d+ could not be saved: the process that writes it", error)
     assert choose(list_folder(path)).chosen is None
@@ -450,8 +455,15 @@ def test_a_writer_that_is_killed_between_saves_is_one_error(
     saved: Path, tmp_path: Path, core: Path | None
 ) -> None:
     path = tmp_path / "async"
-    argv = ("--load", saved, "--ckpt-step", "2", "--save", path, *BACKGROUND)
-    found = ours("2,1", *argv, core=core, before=kill_idle_writer, at="between saves", check=False)
+    found = save_anew(
+        saved,
+        path,
+        *BACKGROUND,
+        core=core,
+        before=kill_idle_writer,
+        at="between saves",
+        check=False,
+    )
     error = single_error(found)
     assert None not in found.statuses
     assert f"{path}/iter_0000006 could not be saved: the process that writes it" in error
@@ -462,8 +474,8 @@ def test_a_writer_that_is_killed_at_the_end_holds_nothing_up(
     saved: Path, tmp_path: Path, core: Path | None
 ) -> None:
     path = tmp_path / "async"
-    argv = ("--load", saved, "--ckpt-step", "2", "--save", path, *BACKGROUND)
-    ours("2,1", *argv, "--exit-interval", "5", core=core, before=kill_idle_writer, at="the end")
+    flags = (*BACKGROUND, "--exit-interval", "5")
+    save_anew(saved, path, *flags, core=core, before=kill_idle_writer, at="the end")
     choice = choose(list_folder(path))
     assert choice.skipped == ()
     assert choice.chosen is not None and contents(choice.chosen) == []
@@ -505,10 +517,8 @@ def test_what_fails_while_writing_is_one_error(
     saved: Path, tmp_path: Path, core: Path | None, error: str, told: str, flags: tuple[str, ...]
 ) -> None:
     path = tmp_path / "failing"
-    argv = ("--load", saved, "--ckpt-step", "2", "--save", path, *flags)
-    found = ours(
-        "2,1", *argv, core=core, before=fail_to_write, error=error, grace_s=10.0, check=False
-    )
+    how = {"before": fail_to_write, "error": error, "grace_s": 10.0}
+    found = save_anew(saved, path, *flags, core=core, check=False, **how)
     said = single_error(found)
     assert re.search(rf"{path}/iter_\d+ could not be saved: .*{told}", said), said
 
